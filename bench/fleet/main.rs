@@ -133,7 +133,7 @@ fn check() {
             assert!(row.p99_ratio() <= 2.0 && row.attempts_a_call[1] <= 1.1, "{row:?}");
         }
         let sent_most = if scenario.peers {
-            2.1
+            3.0
         } else {
             SMALL.gateways as f64
         };

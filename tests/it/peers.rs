@@ -655,6 +655,36 @@ async fn a_load_with_less_time_than_the_node_gives_has_half_of_it_left_for_s3() 
     assert_eq!(words, all("s3", 12));
 }
 
+/// The other load has 30 s.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_joins_another_one_has_half_of_its_own_time_left_for_s3() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(12);
+    site.store_by_another(&prompt, &[]).await;
+    let mut fleet = Fleet::new(&site, 2);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    fleet.members[0] = listener.local_addr().unwrap();
+    tokio::spawn(faulty(listener, Fault::Drips, objects(&site, &prompt).await));
+    let node = fleet.serve(&site, 1, &[]).await;
+    node.client.declare(&prompt.space).await.unwrap();
+    let (one, other) = (node.attach("one").await, node.attach("other").await);
+    let slow = load(&one, &prompt, "a", Order::Chunk);
+    let joins = async {
+        // The first one has asked.
+        tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+        let mut request = load_request(&prompt, "b", Order::Chunk);
+        request.deadline_ms = Some(4_000);
+        crate::support::daemon::load_with(&other, &prompt, request).await
+    };
+    tokio::select! {
+        words = joins => {
+            let is_good = |word: &String| ["s3", "memory"].contains(&word.as_str());
+            assert!(words.iter().all(is_good), "{words:?}");
+        }
+        words = slow => panic!("the peer was fast: {words:?}"),
+    }
+}
+
 /// Its writer may never store it, and an engine here is told that it is stored.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_engine_stores_goes_to_s3_also_where_a_peer_brought_it_first() {
@@ -699,13 +729,13 @@ async fn what_an_engine_stores_goes_to_s3_also_where_a_peer_brought_it_first() {
             }
             engine.commit(slots).await.unwrap();
         } else {
-            assert_eq!(store(&node.client, &engine, &prompt).await, ["present"; 8]);
+            assert_eq!(store(&node.client, &engine, &prompt).await, ["stored"; 8]);
         }
         node.flush().await;
         assert_eq!(objects(&site, &prompt).await.len(), 8, "S3 has all of them");
         let puts = || node.node.status().s3.requests.put;
         let once = puts();
-        store(&node.client, &engine, &prompt).await;
+        assert_eq!(store(&node.client, &engine, &prompt).await, ["present"; 8]);
         node.flush().await;
         assert_eq!(puts(), once);
     }

@@ -69,18 +69,9 @@ impl<'a> ReserveCall<'a> {
         let key = (space.key(), *chunk);
         let now = Instant::now();
         let known = || tiers.bucket.is_present(&key) == Some(true);
-        if tiers.memory.has(&key) {
+        let is_unproven = is_unproven(tiers, &key);
+        if tiers.memory.has(&key) && !is_unproven {
             store_again(tiers, space, chunk, parent);
-            if is_unproven(tiers, &key) {
-                let room = tiers
-                    .behind
-                    .room(space.layout().object_len(), link(space, chunk, parent));
-                let Some(room) = room else {
-                    tiers.behind.refused(key);
-                    return Err(Skip::Full);
-                };
-                prove(tiers, space, chunk, parent, room);
-            }
             tiers.asked_for(space, chunk, Tier::Memory);
             return Err(Skip::Present);
         }
@@ -90,7 +81,7 @@ impl<'a> ReserveCall<'a> {
             tiers.behind.is_there(&key);
             return Err(Skip::Present);
         }
-        if tiers.arriving.join(&key).is_some() {
+        if tiers.arriving.join(&key).is_some() && !tiers.is_asking_peer(space, &key) {
             return Err(Skip::Pending);
         }
         let reserved = match self.comes_after(&(key.0, *parent)) {
@@ -169,31 +160,12 @@ fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &Ch
     }
 }
 
-/// Whether a chunk in memory came from a peer that may not have stored it yet, and may never. An engine that stores it here is
-/// promised that S3 will have it.
+/// Whether a chunk in memory came from a peer that may not have stored it yet, and may never. It counts as not stored: an
+/// engine that stores it is promised that S3 will have it, and has bytes of its own.
 fn is_unproven(tiers: &Tiers, key: &ChunkId) -> bool {
-    stores_at_once(tiers) && tiers.memory.is_unproven(key) && tiers.bucket.is_present(key) != Some(true)
-}
-
-fn stores_at_once(tiers: &Tiers) -> bool {
-    tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0
-}
-
-/// Sends such a chunk down.
-fn prove(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &ChunkHash, room: Room) {
-    let key = (space.key(), *chunk);
-    if let Some(object) = tiers.memory.object(&key) {
-        tiers.memory.soil(&key);
-        write_behind(
-            tiers,
-            room,
-            space,
-            chunk,
-            Some(parent),
-            Sealed::Now(object),
-            false,
-        );
-    }
+    tiers.options.memory_flow.stores_lower
+        && tiers.memory.is_unproven(key)
+        && tiers.bucket.is_present(key) != Some(true)
 }
 
 /// See [`Gateway::commit`](super::Gateway::commit).
@@ -220,11 +192,8 @@ pub fn commit(
     })?;
     let (header, payload) = slot.split();
     drop(share);
-    let lower = stores_at_once(tiers);
+    let lower = tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0;
     if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
-        if is_unproven(tiers, &key) {
-            prove(tiers, &space, &chunk, &parent, room);
-        }
         return Ok(false);
     }
     let (tell, sealed) = oneshot::channel();

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::members::{Asks, Attempt};
 use super::transport::{PeerCall, Said};
-use super::{Member, Peers};
+use super::{Member, PeerOptions, Peers};
 use crate::format::ChunkId;
 use crate::s3::net::{BodyWatch, Expect, Landing, LandingCell, NetError};
 
@@ -60,6 +60,9 @@ impl Asked {
     }
 }
 
+/// A chunk that a load has no more time for is late after so many times of what a head has.
+const BODY_OVER_HEAD: u32 = 10;
+
 /// A chunk's owner, about to be asked. As long as it lives, no peer waits here for this chunk: that might close a circle.
 pub struct Asking {
     peers: Arc<Peers>,
@@ -71,8 +74,12 @@ pub struct Asking {
     owners_left: u32,
     /// The node that has the chunk, as this one says.
     told: Option<SocketAddr>,
+    /// Asked before, without an answer: not again.
+    tried: Option<SocketAddr>,
     /// An answer has begun to come.
     begun: bool,
+    /// It was given up before it was late.
+    is_cut_short: bool,
 }
 
 impl Peers {
@@ -82,15 +89,28 @@ impl Peers {
         let owners = self.options.owners;
         match self.member_that_has(&chunk) {
             Some(holder) => Some(self.asking(&holder, chunk, false, owners)),
-            None => self.ask_owner(chunk, owners, None),
+            None => self.ask_owner(chunk, owners, None, None),
         }
     }
 
-    /// The owner that comes after another one, of so many.
-    fn ask_owner(self: &Arc<Self>, chunk: ChunkId, owners: u32, after: Option<&Member>) -> Option<Asking> {
+    /// The owner that comes after another one, of so many, and past one that was tried.
+    fn ask_owner(
+        self: &Arc<Self>,
+        chunk: ChunkId,
+        owners: u32,
+        after: Option<&Member>,
+        tried: Option<SocketAddr>,
+    ) -> Option<Asking> {
         let owners_left = owners.checked_sub(1)?;
-        let member = self.members.owner(&chunk.1, after)?;
-        (!member.is_self()).then(|| self.asking(&member, chunk, true, owners_left))
+        let mut member = self.members.owner(&chunk.1, after)?;
+        if tried == Some(member.address) {
+            member = self.members.owner(&chunk.1, Some(&member))?;
+        }
+        (!member.is_self()).then(|| {
+            let mut asking = self.asking(&member, chunk, true, owners_left);
+            asking.tried = tried;
+            asking
+        })
     }
 
     fn asking(
@@ -108,7 +128,9 @@ impl Peers {
             is_owner,
             owners_left,
             told: None,
+            tried: None,
             begun: false,
+            is_cut_short: false,
         }
     }
 
@@ -156,7 +178,7 @@ impl Asking {
     /// Asks for the whole object, of the landing's length, until then at most. What landed is still to be verified, and then
     /// [settled](Self::settle); anything else is settled already.
     pub async fn get(&mut self, landing: Landing, until: Instant) -> (Landing, Asked) {
-        let len = landing.slot.len();
+        let (len, since) = (landing.slot.len(), Instant::now());
         let came = Arc::new(Came::default());
         let Landing { slot, watch } = landing;
         let watch: Box<dyn BodyWatch> = Box::new(Begun {
@@ -180,16 +202,33 @@ impl Asking {
         let landing = cell.take().expect("the HTTP client gives the landing back");
         self.begun = came.head.load(Ordering::Relaxed);
         let asked = match asked {
-            Ok(Ok(asked)) => asked,
+            Ok(Ok(asked)) => {
+                // An odd answer is one.
+                self.begun |= asked == Asked::Failed;
+                asked
+            }
             // The chunk was on its way to the peer, and did not come there.
             Ok(Err(NetError::Cut { .. } | NetError::Io(_) | NetError::Closed)) if came.head_alone() => {
                 Asked::UseS3
             }
             Ok(Err(error)) => {
+                self.begun |= error.is_of_the_answer();
                 tracing::debug!(peer = %self.attempt.member.address, %error, "a peer did not answer");
                 Asked::Failed
             }
-            Err(_) => Asked::Slow,
+            Err(_) => {
+                // The load may have had less time than a peer has a right to.
+                let PeerOptions {
+                    first_byte, stall, ..
+                } = self.peers.options;
+                let right = if self.begun {
+                    stall.min(first_byte * BODY_OVER_HEAD)
+                } else {
+                    first_byte
+                };
+                self.is_cut_short = since.elapsed() < right;
+                Asked::Slow
+            }
         };
         if asked != Asked::Landed {
             self.settle(asked, 0);
@@ -219,11 +258,12 @@ impl Asking {
 
     /// The next owner, for a chunk whose owner does not answer: all nodes turn to the same one.
     pub fn next(&self) -> Option<Self> {
-        let (peers, asked) = (&self.peers, &self.attempt.member);
-        let owner = || peers.members.owner(&self.chunk.1, None);
-        // It may have been asked as the one that has the chunk.
-        let is_owner = self.is_owner || owner().is_some_and(|owner| owner.address == asked.address);
-        peers.ask_owner(self.chunk, self.owners_left, is_owner.then_some(asked))
+        let (after, tried) = match self.is_owner {
+            true => (Some(&*self.attempt.member), self.tried),
+            // It may be an owner as well.
+            false => (None, Some(self.address())),
+        };
+        self.peers.ask_owner(self.chunk, self.owners_left, after, tried)
     }
 
     /// The node that has the chunk, as its owner said. A holder sends nobody on: two might point to each other.
@@ -232,8 +272,8 @@ impl Asking {
             return None;
         }
         let member = self.peers.member(self.told?)?;
-        let is_fit =
-            !member.is_self() && member.may_be_asked() && member.address != self.attempt.member.address;
+        let is_new = member.address != self.address() && Some(member.address) != self.tried;
+        let is_fit = is_new && !member.is_self() && member.may_be_asked();
         is_fit.then(|| self.peers.asking(&member, self.chunk, false, 0))
     }
 
@@ -248,10 +288,12 @@ impl Asking {
         if asked == Asked::Landed {
             figures.asked_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
-        if !self.is_owner && asked != Asked::Landed {
+        if !self.is_owner && asked != Asked::Landed && !self.is_cut_short {
             self.peers.holders.deny(self.chunk);
         }
-        self.attempt.settle(asked, self.begun);
+        if !self.is_cut_short {
+            self.attempt.settle(asked, self.begun);
+        }
     }
 }
 

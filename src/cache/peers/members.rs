@@ -251,8 +251,8 @@ impl Members {
     }
 }
 
-/// The member with the highest score below that of `after`; the next one while it is left alone. Of those that come next
-/// a few are looked at: where so many are left alone, the others would get all that is theirs.
+/// The member with the highest score below that of `after`; the next one while it is left alone. Only a few that come next are
+/// looked at: where most members are left alone, the rest must not get the chunks of all.
 pub fn owner<'a>(
     all: &'a [Arc<Member>],
     chunk: &ChunkHash,

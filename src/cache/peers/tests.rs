@@ -267,6 +267,9 @@ fn dead_members_that_nobody_has_noticed_yet_cost_s3_no_more_but_for_chunks_whose
 /// Members that answer as a test says, and what they were asked.
 struct Script {
     asked: Mutex<Vec<(SocketAddr, &'static str)>>,
+    /// Who has chunks, as all of them say.
+    holder: Mutex<Option<SocketAddr>>,
+    hangs: Mutex<BTreeSet<SocketAddr>>,
     /// By address and method; None: never.
     status: fn(SocketAddr, &str) -> Option<u16>,
 }
@@ -274,10 +277,13 @@ struct Script {
 impl Transport for Script {
     fn call<'a>(&'a self, to: SocketAddr, call: PeerCall<'a>) -> BoxFuture<'a, Result<Said, NetError>> {
         self.asked.lock().unwrap().push((to, call.method));
-        let status = (self.status)(to, call.method);
+        let hangs = self.hangs.lock().unwrap().contains(&to);
+        let status = (self.status)(to, call.method).filter(|_| !hangs);
+        let holder = *self.holder.lock().unwrap();
         Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(1)).await;
             match status {
-                Some(status) => Ok(Said { status, holder: None }),
+                Some(status) => Ok(Said { status, holder }),
                 None => std::future::pending().await,
             }
         })
@@ -290,6 +296,8 @@ impl Transport for Script {
 fn peers_of(nodes: usize, status: fn(SocketAddr, &str) -> Option<u16>) -> (Arc<Peers>, Arc<Script>) {
     let script = Arc::new(Script {
         asked: Mutex::default(),
+        holder: Mutex::default(),
+        hangs: Mutex::default(),
         status,
     });
     let literal = |node| AddressSource::Host {
@@ -363,6 +371,41 @@ async fn a_member_that_hangs_is_asked_for_a_chunk_once() {
     let times = |of| asked.iter().filter(|one| **one == (of, "GET")).count();
     assert_eq!(times(owner), 1);
     assert!((0..3).all(|node| times(address(node)) <= 1), "{asked:?}");
+}
+
+/// It is known to have the chunk, and its owner says so again.
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_does_not_answer_is_not_asked_again_on_its_owners_word() {
+    let (peers, script) = peers_of(3, |_, _| Some(503));
+    let owner = peers.owner(&id(0)).unwrap();
+    let holder = (0..3).map(address).find(|one| *one != owner).unwrap();
+    *script.holder.lock().unwrap() = Some(holder);
+    peers.holders.note(id(0), holder);
+    script.hangs.lock().unwrap().insert(holder);
+    let soon = Instant::now() + Duration::from_secs(60);
+    let mut asking = peers.ask(id(0)).unwrap();
+    assert_eq!(
+        (asking.address(), asking.get(landing(), soon).await.1),
+        (holder, Asked::Slow)
+    );
+    let mut asking = asking.next().unwrap();
+    assert_eq!(
+        (asking.address(), asking.get(landing(), soon).await.1),
+        (owner, Asked::UseS3)
+    );
+    assert!(asking.holder().is_none());
+}
+
+/// Such loads say nothing of the member.
+#[tokio::test(start_paused = true)]
+async fn a_member_is_not_blamed_by_loads_that_have_less_time_than_it() {
+    let (peers, _) = peers_of(1, |_, _| None);
+    for number in 0..10 {
+        let soon = Instant::now() + options().first_byte / 2;
+        let (_, asked) = peers.ask(id(number)).unwrap().get(landing(), soon).await;
+        assert_eq!(asked, Asked::Slow);
+    }
+    assert!(peers.members()[0].is_up());
 }
 
 /// Small questions tell whether a member is there, not whether its chunks are good.

@@ -220,7 +220,8 @@ impl Memory {
         state.chunks.get(key).is_some_and(|resident| resident.unproven)
     }
 
-    /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
+    /// Keeps a new chunk whose header is still to be written, also in place of an unproven one. A `dirty` one stays until it is
+    /// [`clean`](Self::clean).
     pub fn insert_new(&self, key: ChunkId, space: &Space, payload: Slot, dirty: bool) -> bool {
         let mark = if dirty { Mark::Dirty } else { Mark::Clean };
         self.keep(key, space, ReaderHold::Payload(payload), mark, Instant::now())
@@ -239,11 +240,12 @@ impl Memory {
             return false;
         }
         if let Some(resident) = state.chunks.get(&key) {
-            if !self.is_expired(resident, now) {
+            let is_expired = self.is_expired(resident, now);
+            if !is_expired && (is_from_below || !resident.unproven) {
                 return false;
             }
             gone.extend(state.take(&key).map(|resident| resident.held));
-            state.stats.expired += 1;
+            state.stats.expired += u64::from(is_expired);
         }
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(space.tenant()) + bytes > most {

@@ -42,6 +42,14 @@ pub enum NetError {
 }
 
 impl NetError {
+    /// An answer came, and is none that can be used.
+    pub fn is_of_the_answer(&self) -> bool {
+        matches!(
+            self,
+            Self::Head(_) | Self::Framing(_) | Self::TooLong { .. } | Self::Mismatch(_)
+        )
+    }
+
     /// Nothing of an answer came: on a kept connection, the server had closed it.
     pub(super) fn before_answer(&self) -> bool {
         match self {

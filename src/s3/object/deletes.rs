@@ -14,7 +14,18 @@ impl S3 {
             [key] => self.delete_one(key, deadline).await,
             keys => {
                 let any_version: Vec<_> = keys.iter().map(|key| (key.clone(), String::new())).collect();
-                self.delete_versions(&any_version, deadline).await.map(drop)
+                match self.delete_versions(&any_version, deadline).await? {
+                    0 => Ok(()),
+                    kept => {
+                        let told = format!("{kept} of {} keys stay, without a condition", keys.len());
+                        Err(ObjectError::new(
+                            Operation::Delete,
+                            &self.bucket,
+                            ErrorKind::Changed,
+                            told,
+                        ))
+                    }
+                }
             }
         }
     }

@@ -306,11 +306,18 @@ impl Drive {
     ) -> impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static {
         let (wanted, sections, place) = (self.wanted(index), Arc::clone(&self.sections), self.place(index));
         let (tiers, space, chunk) = (Arc::clone(&self.tiers), self.space.clone(), self.chunks[index]);
-        let deadline = self.deadline;
+        let (deadline, half) = (self.deadline, Instant::now() + self.time_left() / 2);
         async move {
             let span = trace::begin("flight");
-            let outcome = tokio::time::timeout_at(deadline, flight.outcome());
-            let outcome = tiers.times.flight.of(outcome).await;
+            let waiting = async {
+                match tokio::time::timeout_at(half, flight.outcome()).await {
+                    Ok(outcome) => Ok(outcome),
+                    // The other load may have more time for the peer than this one: half of it is left for S3.
+                    Err(_) if tiers.is_asking_peer(&space, &(space.key(), chunk)) => Ok(None),
+                    Err(_) => tokio::time::timeout_at(deadline, flight.outcome()).await,
+                }
+            };
+            let outcome = tiers.times.flight.of(waiting).await;
             trace::end(span, || vec![("index", index.to_string())]);
             match outcome {
                 // The deadline may have been another load's.

@@ -199,6 +199,11 @@ impl Tiers {
         self.options.peers.as_ref().filter(|_| !is_encrypted)
     }
 
+    /// Whether a chunk that is on its way here is waited for at a peer.
+    pub fn is_asking_peer(&self, space: &Space, key: &ChunkId) -> bool {
+        self.peers_of(space).is_some_and(|peers| peers.is_asking(key))
+    }
+
     /// Whether a peer is known to have a chunk.
     pub fn a_peer_has(&self, space: &Space, chunk: &ChunkHash) -> bool {
         let holder = |peers: &Arc<Peers>| peers.holder(&(space.key(), *chunk));
