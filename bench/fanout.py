@@ -189,15 +189,18 @@ class Bench:
         """The daemons' chunks, whose order does not matter: all of them are loaded."""
 
         def listed(*flags: str) -> dict:
-            return json.loads(tools.run(program, "ls", "--json", *flags, env=environment_of(running)))
+            command = (program, "ls", "--json", "--prefix", PREFIX, *flags)
+            return json.loads(tools.run(*command, env=environment_of(running)))
 
-        self.own_space = next(space["space"] for space in listed()["spaces"] if space["revision"] == "own")
+        # A bench's spaces have no description. The daemons' has more chunks.
+        self.own_space = max(listed()["spaces"], key=lambda space: space["chunks"])["space"]
         self.own_chunks = [chunk["hash"] for chunk in listed("--space", self.own_space)["chunks"]]
 
     def daemons(self, program: Path, environment: dict[str, str]) -> dict:
         """The same with daemons that ask each other before they ask S3. What they have loaded leaves their memory at once."""
         given = self.given
         environment |= {
+            "KVGATE__S3__PREFIX": PREFIX,
             "KVGATE__S3__PART_SIZE": show_size(given.part_size),
             "KVGATE__LOAD__LAYER_PART_SIZE": show_size(given.part_size),
             "KVGATE__LOAD__IN_FLIGHT": show_size(given.part_size * given.in_flight),

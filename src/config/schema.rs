@@ -132,7 +132,7 @@ sections! {
         breaker_open_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Slow reads that are sent to another endpoint as well, in a hundred; 0: none.
         hedges: u32 = "10", Between(0, 100);
-        /// Of more than twice as many addresses a node uses this many that work, and more while each of these is full or has the bytes of two requests in flight.
+        /// Of more than twice as many addresses a node uses this many that work, and more while each of these has a request of that size.
         subset: u32 = "16", Between(1, 65_536);
         /// No read is slow sooner than this.
         hedge_min: Duration = "20ms", Time { min_ms: 1, max_ms: 60_000 };

@@ -291,7 +291,7 @@ impl<T> Endpoints<T> {
 
 impl<T> Set<T> {
     /// The [best](Self::best) of the subset that has room; not one that this call has taken, if there is another that
-    /// works. Where all of the subset are full or crowded, it widens. With all breakers open, the one that opens again first.
+    /// works. Where all of the subset are full or busy, it widens. With all breakers open, the one that opens again first.
     fn choose(&mut self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let works = |member: &Member<T>| member.breaker.admits(now);
@@ -302,7 +302,7 @@ impl<T> Set<T> {
             if used == self.members.len() {
                 return self.best(bytes, now, |_, member| has_room(member));
             }
-            let is_free = |member: &Member<T>| has_room(member) && !member.is_crowded(bytes);
+            let is_free = |member: &Member<T>| has_room(member) && !member.is_busy(bytes);
             // One that joined and failed is probed, though it has left.
             let near =
                 |at, member: &Member<T>| at < used || member.breaker.phase(now) == BreakerPhase::HalfOpen;

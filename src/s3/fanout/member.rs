@@ -25,9 +25,6 @@ const NO_ANSWER: Duration = Duration::from_millis(250);
 /// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
 
-/// Requests in flight at each endpoint of a subset from which on another one joins: a gateway that loads much at a time is not
-/// held up by the speed of a few.
-const CROWD: usize = 2;
 /// The most in flight with hedges, in windows.
 const HEDGED_WINDOWS: usize = 2;
 
@@ -113,9 +110,10 @@ impl<T> Member<T> {
         self.has_room(bytes) || self.in_flight_bytes + bytes <= HEDGED_WINDOWS * self.window.bytes()
     }
 
-    /// It has enough of such requests, as long as there are others.
-    pub fn is_crowded(&self, bytes: usize) -> bool {
-        bytes > 0 && self.in_flight_bytes >= CROWD * bytes
+    /// It has such a request already: as long as there are others, the next one of a subset joins. A gateway that loads much at
+    /// a time is not held up by the speed of a few.
+    pub fn is_busy(&self, bytes: usize) -> bool {
+        bytes > 0 && self.in_flight_bytes >= bytes
     }
 
     pub fn window_bytes(&self) -> usize {
