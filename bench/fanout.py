@@ -53,8 +53,10 @@ CASES = ("even", "four nodes", "one slow", "three alone", *OF_TWELVE)
 NODES = 4
 # Addresses that a node uses of the twelve, more only while these are full.
 SUBSET = 4
-# Of each daemon, none of them another's: so S3 has to send every byte.
+# Prompts of each daemon, none of them another's: so S3 has to send every byte.
 OWN_PROMPTS = 2
+# Prompts are so many times as long there: each address has as many parts of one as with four.
+LONGER = 3
 # The object and the seconds that plain clients read in each round.
 PLAIN_KEY, PLAIN_SECONDS = "fanout-plain", 4
 
@@ -113,9 +115,8 @@ class Bench:
     def measure(self, running: Fleet) -> None:
         program = clients.kvgate_program(self.given.kvgate)
         self.versions = {"kvgate": tools.run(program, "--version").split()[-1], **running.versions}
-        prompt_tokens = self.given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS
-        self.write_prompt(program, running, SPACE["revision"], prompt_tokens)
-        self.write_prompt(program, running, "own", prompt_tokens * NODES * OWN_PROMPTS)
+        self.write_prompt(program, running, SPACE["revision"], self.tokens(LONGER))
+        self.write_prompt(program, running, "own", self.tokens(LONGER * NODES * OWN_PROMPTS))
         self.find_own(program, running)
         source = self.folder / "plain"
         source.mkdir()
@@ -163,9 +164,9 @@ class Bench:
             environment["KVGATE__ENDPOINTS__SUBSET"] = str(SUBSET)
         if case == "twelve, peers":
             return self.daemons(program, environment)
-        flags = ("read", "--warm-up", "--rounds", self.given.loads)
+        flags = ("read", "--warm-up", "--rounds", self.loads_of(case))
         nodes = NODES if case.endswith("four nodes") else 1
-        tokens = self.given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS
+        tokens = self.tokens(LONGER if case in OF_TWELVE else 1)
         with ThreadPoolExecutor(nodes) as pool:
             bench = functools.partial(self.bench, program, environment, SPACE["revision"], tokens, *flags)
             phases = [pool.submit(bench) for _ in range(nodes)]
@@ -181,6 +182,13 @@ class Bench:
         command += ["--part-size", show_size(self.given.part_size), "-t", self.given.in_flight, *flags]
         said = clients.execute([str(word) for word in command], environment)
         return json.loads(said)["phases"][0]
+
+    def tokens(self, prompts: int) -> int:
+        return prompts * self.given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS
+
+    def loads_of(self, case: str) -> int:
+        """As many bytes in each case."""
+        return max(2, self.given.loads // LONGER) if case in OF_TWELVE else self.given.loads
 
     def write_prompt(self, program: Path, running: Fleet, revision: str, tokens: int) -> None:
         self.bench(program, environment_of(running), revision, tokens, "write", "--keep")
@@ -198,19 +206,20 @@ class Bench:
 
     def daemons(self, program: Path, environment: dict[str, str]) -> dict:
         """The same with daemons that ask each other before they ask S3. What they have loaded leaves their memory at once."""
-        given = self.given
+        given, prompt_size = self.given, LONGER * self.given.prompt_size
         environment |= {
             "KVGATE__S3__PREFIX": PREFIX,
             "KVGATE__S3__PART_SIZE": show_size(given.part_size),
             "KVGATE__LOAD__LAYER_PART_SIZE": show_size(given.part_size),
             "KVGATE__LOAD__IN_FLIGHT": show_size(given.part_size * given.in_flight),
-            "KVGATE__LOAD__WINDOW": show_size(given.prompt_size),
-            "KVGATE__LOAD__RESERVE": show_size(given.prompt_size),
+            "KVGATE__LOAD__WINDOW": show_size(prompt_size),
+            "KVGATE__LOAD__RESERVE": show_size(prompt_size),
+            "KVGATE__STORE__WRITE_BEHIND": show_size(CHUNK_SIZE),
             "KVGATE__MEMORY__WATERMARK": "1",
         }
         with tempfile.TemporaryDirectory(dir=self.folder) as name, ExitStack() as stack:
             peers = [as_peers(Path(name), NODES, number, given.port_base + 3) for number in range(NODES)]
-            running = running_nodes(program, Path(name), 4 * given.prompt_size, peers, environment)
+            running = running_nodes(program, Path(name), 2 * prompt_size, peers, environment)
             nodes = stack.enter_context(running)
             space = {**SPACE, "revision": "own"}
             for node in nodes:
@@ -219,9 +228,10 @@ class Bench:
             # The first loads, to learn with.
             list(pool.map(functools.partial(self.loads, nodes, 1), range(NODES)))
             before = [Counted.of(node) for node in nodes]
-            loads = list(pool.map(functools.partial(self.loads, nodes, given.loads), range(NODES)))
+            loads = self.loads_of("twelve, peers")
+            took = list(pool.map(functools.partial(self.loads, nodes, loads), range(NODES)))
             counted = [Counted.of(node).since(earlier) for node, earlier in zip(nodes, before, strict=True)]
-            return phase_of(loads, counted, given.prompt_size)
+            return phase_of(took, counted, prompt_size)
 
     def loads(self, nodes: list[Node], loads: int, number: int) -> list[float]:
         """Seconds of each load of one node: its own prompts in turn, all chunks of a prompt at the same time."""
@@ -358,8 +368,8 @@ class Bench:
             f"{prompt}, one load after the other, {given.in_flight} GETs in flight; {len(RGWS)} radosgw, each behind a"
             f" proxy of {given.rate / 1e6:.0f} MB/s, a slow one of {given.rate * SLOW / 1e6:.0f} MB/s, or three that have as"
             " much together; client and servers on the same cores, over loopback",
-            f"of twelve addresses a node uses {SUBSET}, and more while these are full; daemons load chunks that no other"
-            " one has",
+            f"of twelve addresses a node uses {SUBSET}, and more while these are busy; prompts are {LONGER} times as long"
+            f" there, and loads {LONGER} times as few; daemons load chunks that no other one has",
             f"commit {tools.commit()}; {', '.join(map(' '.join, self.versions.items()))}",
             f"`{command}`",
         ]
