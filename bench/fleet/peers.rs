@@ -3,7 +3,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 
 use futures::future::BoxFuture;
 use kvgate::cache::gateway::{ForPeer, Gateway};
@@ -40,7 +40,7 @@ pub struct Fabric {
 }
 
 struct Site {
-    gateway: OnceLock<Gateway>,
+    gateway: Mutex<Option<Gateway>>,
     nic: Share,
     mood: Mutex<PeerMood>,
 }
@@ -54,7 +54,7 @@ impl Site {
 impl Fabric {
     pub fn new(gateways: usize, space: &Space) -> Arc<Self> {
         let site = |_| Site {
-            gateway: OnceLock::new(),
+            gateway: Mutex::default(),
             nic: Share::new(NIC_BYTES_PER_SECOND),
             mood: Mutex::new(PeerMood::Answers),
         };
@@ -88,7 +88,12 @@ impl Fabric {
     }
 
     pub fn has_started(&self, number: usize, gateway: &Gateway) {
-        let _ = self.sites[number].gateway.set(gateway.clone());
+        *lock(&self.sites[number].gateway) = Some(gateway.clone());
+    }
+
+    /// Lets go of the gateways, which hold it.
+    pub fn end(&self) {
+        self.sites.iter().for_each(|site| *lock(&site.gateway) = None);
     }
 
     pub fn set(&self, those: Range<usize>, mood: PeerMood) {
@@ -104,7 +109,7 @@ impl Fabric {
             PeerMood::Hangs => return std::future::pending().await,
         }
         // One that has not started.
-        let gateway = site.gateway.get().ok_or(NetError::Closed)?;
+        let gateway = lock(&site.gateway).clone().ok_or(NetError::Closed)?;
         let peers = gateway.peers().expect("it has peers");
         let said = |status| Said { status, holder: None };
         if call.method == "POST" {

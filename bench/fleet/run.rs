@@ -183,6 +183,9 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
     sleep_until(at(times.end)).await;
     let (questions, by_tcp) = world.names.questions();
     sleep_until(at(times.end + DRAIN)).await;
+    if let Some(fabric) = &world.fabric {
+        fabric.end();
+    }
     let prompts = lock(&prompts);
     let took = |from: f64, to: f64| took(&prompts, at(from), at(to));
     let seen = Seen {
