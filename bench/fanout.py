@@ -55,7 +55,7 @@ NODES = 4
 SUBSET = 4
 # Prompts of each daemon, none of them another's: so S3 has to send every byte.
 OWN_PROMPTS = 2
-# Prompts are so many times as long there: each address has as many parts of one as with four.
+# Prompts are so many times as long there, and as many more GETs in flight: each address has as many as with four.
 LONGER = 3
 # The object and the seconds that plain clients read in each round.
 PLAIN_KEY, PLAIN_SECONDS = "fanout-plain", 4
@@ -168,6 +168,8 @@ class Bench:
         nodes = NODES if case.endswith("four nodes") else 1
         tokens = self.tokens(LONGER if case in OF_TWELVE else 1)
         with ThreadPoolExecutor(nodes) as pool:
+            in_flight = self.given.in_flight * (LONGER if case in OF_TWELVE else 1)
+            flags = (*flags, "-t", in_flight)
             bench = functools.partial(self.bench, program, environment, SPACE["revision"], tokens, *flags)
             phases = [pool.submit(bench) for _ in range(nodes)]
             return together([phase.result() for phase in phases])
@@ -177,9 +179,8 @@ class Bench:
     ) -> dict:
         """The phase's report."""
         space = self.folder / f"{revision}.json"
-        space.write_text(json.dumps({**SPACE, "revision": revision}))
         command = [program, "bench", phase, "--prefix", PREFIX, "--space", space, "--tokens", tokens, "--json"]
-        command += ["--part-size", show_size(self.given.part_size), "-t", self.given.in_flight, *flags]
+        command += ["--part-size", show_size(self.given.part_size), *flags]
         said = clients.execute([str(word) for word in command], environment)
         return json.loads(said)["phases"][0]
 
@@ -191,6 +192,7 @@ class Bench:
         return max(2, self.given.loads // LONGER) if case in OF_TWELVE else self.given.loads
 
     def write_prompt(self, program: Path, running: Fleet, revision: str, tokens: int) -> None:
+        (self.folder / f"{revision}.json").write_text(json.dumps({**SPACE, "revision": revision}))
         self.bench(program, environment_of(running), revision, tokens, "write", "--keep")
 
     def find_own(self, program: Path, running: Fleet) -> None:
@@ -369,7 +371,7 @@ class Bench:
             f" proxy of {given.rate / 1e6:.0f} MB/s, a slow one of {given.rate * SLOW / 1e6:.0f} MB/s, or three that have as"
             " much together; client and servers on the same cores, over loopback",
             f"of twelve addresses a node uses {SUBSET}, and more while these are busy; prompts are {LONGER} times as long"
-            f" there, and loads {LONGER} times as few; daemons load chunks that no other one has",
+            f" there, with as many more GETs in flight, and loads {LONGER} times as few; daemons load chunks that no other one has",
             f"commit {tools.commit()}; {', '.join(map(' '.join, self.versions.items()))}",
             f"`{command}`",
         ]
