@@ -2,7 +2,7 @@
 """kvgate's fan-out on a real Ceph: four radosgw behind one DNS name, each address capped; one of them slow; twelve of which a
 node uses four; nodes that ask each other first.
 
-    bench/fanout.py                        everything; half an hour, most of it measuring
+    bench/fanout.py                        everything; an hour, most of it measuring
     bench/fanout.py --rounds 1 --loads 10
 
 Installs what is missing, starts its servers on loopback, ends them, and writes fanout-DATE.md and .json.
@@ -371,7 +371,8 @@ class Bench:
             f" proxy of {given.rate / 1e6:.0f} MB/s, a slow one of {given.rate * SLOW / 1e6:.0f} MB/s, or three that have as"
             " much together; client and servers on the same cores, over loopback",
             f"of twelve addresses a node uses {SUBSET}, and more while these are busy; prompts are {LONGER} times as long"
-            f" there, with as many more GETs in flight, and loads {LONGER} times as few; daemons load chunks that no other one has",
+            f" there, with as many more GETs in flight (but in daemons), and loads {LONGER} times as few; daemons load chunks that no"
+            " other one has",
             f"commit {tools.commit()}; {', '.join(map(' '.join, self.versions.items()))}",
             f"`{command}`",
         ]

@@ -123,7 +123,8 @@ fn size(fleet: Fleet) -> String {
     format!("{}x{}", fleet.gateways, fleet.rgws)
 }
 
-/// A small fleet, each scenario twice (with peers the order in which tokio wakes those who wait for one chunk is by chance), and the start of a made-up trace; and whether the modelled RGW is like the measured one.
+/// A small fleet, each scenario twice, and the start of a made-up trace; and whether the modelled RGW is like the measured one.
+/// Once with peers: in which order tokio wakes those who wait for one chunk is chance.
 fn check() {
     for scenario in scenario::all(SMALL, SHORT) {
         let run = || run::run(SMALL, &scenario, SHORT, SEED);
@@ -132,12 +133,9 @@ fn check() {
         if STEADY.contains(&scenario.name) {
             assert!(row.p99_ratio() <= 2.0 && row.attempts_a_call[1] <= 1.1, "{row:?}");
         }
-        let sent_most = if scenario.peers {
-            3.0
-        } else {
-            SMALL.gateways as f64
-        };
-        assert!(row.shared_sent <= sent_most, "{row:?}");
+        if scenario.peers {
+            assert!(row.from_peers_percent > 10.0 && row.shared_sent <= 3.0, "{row:?}");
+        }
         // An absence is remembered for two seconds, in which another gateway may store the chunk.
         let is_quiet = scenario.script.is_empty() && scenario.cut.is_none();
         let failed = row.before.failed + row.meanwhile.failed;

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvgate::engine::client::ApiSession;
 use kvgate::format::{Header, KeyPrefix, PlaneDigest, Protection};
 use kvgate::protocol::{LookupRequest, Order, ReservedChunk, SlotName};
 use kvgate::s3::object::Condition;
@@ -13,7 +14,9 @@ use tokio::net::{TcpListener, TcpStream, UnixStream};
 
 use crate::abuse::say;
 use crate::keys::{key_files, space_of};
-use crate::support::daemon::{Serving, Site, all, chunks, id, load, load_request, store};
+use crate::support::daemon::{
+    Serving, Site, all, chunks, eventually, id, load, load_request, load_with, store,
+};
 use crate::support::fixture::{Prompt, soon};
 use crate::support::fleet::{Fleet, answered, asked, certificates, gets};
 
@@ -295,7 +298,7 @@ async fn peers_that_are_gone_hang_or_lie_fail_no_load_and_bring_no_wrong_byte() 
         let engine = node.attach("one").await;
         let mut request = load_request(&prompt, "a", Order::Chunk);
         request.deadline_ms = Some(8_000);
-        let words = crate::support::daemon::load_with(&engine, &prompt, request).await;
+        let words = load_with(&engine, &prompt, request).await;
         assert_eq!(words, all("s3", 12), "{fault:?}");
         let (word, is_left_alone) = fault.counts_as();
         assert!(asked(&node, word) > 0, "{fault:?} is not counted as {word}");
@@ -632,56 +635,54 @@ async fn a_chunk_that_its_holder_lost_is_not_promised_again() {
     assert_eq!(found(&asker).await, 0);
 }
 
-/// The node gives loads 30 s, and this one has 4.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_load_with_less_time_than_the_node_gives_has_half_of_it_left_for_s3() {
-    let site = Site::new().await;
-    let prompt = Prompt::new(12);
-    site.store_by_another(&prompt, &[]).await;
-    let mut fleet = Fleet::new(&site, 2);
+/// A node that gives loads 30 s, and a peer that has all chunks of a prompt and drips them.
+async fn beside_one_that_drips(site: &Site, prompt: &Prompt) -> (Fleet, Serving) {
+    site.store_by_another(prompt, &[]).await;
+    let mut fleet = Fleet::new(site, 2);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     fleet.members[0] = listener.local_addr().unwrap();
-    tokio::spawn(faulty(listener, Fault::Drips, objects(&site, &prompt).await));
-    let node = fleet.serve(&site, 1, &[]).await;
+    tokio::spawn(faulty(listener, Fault::Drips, objects(site, prompt).await));
+    let node = fleet.serve(site, 1, &[]).await;
     node.client.declare(&prompt.space).await.unwrap();
-    assert!(
-        owners(&fleet, &node, &prompt).contains(&0),
-        "the prompt is long enough"
-    );
-    let engine = node.attach("one").await;
-    let mut request = load_request(&prompt, "a", Order::Chunk);
-    request.deadline_ms = Some(4_000);
-    let words = crate::support::daemon::load_with(&engine, &prompt, request).await;
-    assert_eq!(words, all("s3", 12));
+    (fleet, node)
 }
 
-/// The other load has 30 s.
+/// The same as `load`, in four seconds.
+async fn load_soon(engine: &ApiSession, prompt: &Prompt) -> Vec<String> {
+    let mut request = load_request(prompt, "soon", Order::Chunk);
+    request.deadline_ms = Some(4_000);
+    load_with(engine, prompt, request).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_with_less_time_than_the_node_gives_has_half_of_it_left_for_s3() {
+    let (site, prompt) = (Site::new().await, Prompt::new(12));
+    let (fleet, node) = beside_one_that_drips(&site, &prompt).await;
+    assert!(owners(&fleet, &node, &prompt).contains(&0));
+    let engine = node.attach("one").await;
+    assert_eq!(load_soon(&engine, &prompt).await, all("s3", 12));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_that_joins_another_one_has_half_of_its_own_time_left_for_s3() {
-    let site = Site::new().await;
-    let prompt = Prompt::new(12);
-    site.store_by_another(&prompt, &[]).await;
-    let mut fleet = Fleet::new(&site, 2);
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    fleet.members[0] = listener.local_addr().unwrap();
-    tokio::spawn(faulty(listener, Fault::Drips, objects(&site, &prompt).await));
-    let node = fleet.serve(&site, 1, &[]).await;
-    node.client.declare(&prompt.space).await.unwrap();
+    let (site, prompt) = (Site::new().await, Prompt::new(12));
+    let (_fleet, node) = beside_one_that_drips(&site, &prompt).await;
     let (one, other) = (node.attach("one").await, node.attach("other").await);
-    let slow = load(&one, &prompt, "a", Order::Chunk);
+    let peers = Arc::clone(node.node.gateway().peers().unwrap());
+    let is_asking = || {
+        let mut hashes = prompt.hashes.iter();
+        hashes.any(|hash| peers.is_asking(&(prompt.space.key(), *hash)))
+    };
     let joins = async {
-        // The first one has asked.
-        tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-        let mut request = load_request(&prompt, "b", Order::Chunk);
-        request.deadline_ms = Some(4_000);
-        crate::support::daemon::load_with(&other, &prompt, request).await
+        eventually(is_asking).await;
+        load_soon(&other, &prompt).await
     };
     tokio::select! {
         words = joins => {
             let is_good = |word: &String| ["s3", "memory"].contains(&word.as_str());
             assert!(words.iter().all(is_good), "{words:?}");
         }
-        words = slow => panic!("the peer was fast: {words:?}"),
+        words = load(&one, &prompt, "a", Order::Chunk) => panic!("the peer was fast: {words:?}"),
     }
 }
 

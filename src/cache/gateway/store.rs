@@ -69,8 +69,7 @@ impl<'a> ReserveCall<'a> {
         let key = (space.key(), *chunk);
         let now = Instant::now();
         let known = || tiers.bucket.is_present(&key) == Some(true);
-        let is_unproven = is_unproven(tiers, &key);
-        if tiers.memory.has(&key) && !is_unproven {
+        if tiers.memory.has(&key) && !is_unproven(tiers, &key) {
             store_again(tiers, space, chunk, parent);
             tiers.asked_for(space, chunk, Tier::Memory);
             return Err(Skip::Present);

@@ -92,8 +92,8 @@ impl Member {
     }
 
     pub(super) fn may_be_asked(&self) -> bool {
-        let (now, breakers) = (Instant::now(), self.breakers());
-        self.is_self() || (breakers.answers.admits(now) && breakers.chunks.admits(now))
+        let admits = |now, breakers: &Breakers| breakers.answers.admits(now) && breakers.chunks.admits(now);
+        self.is_self() || admits(Instant::now(), &self.breakers())
     }
 
     /// It is about to be asked something: for a chunk, or a small question.
