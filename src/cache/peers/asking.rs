@@ -211,6 +211,8 @@ impl Asking {
             Ok(Err(NetError::Cut { .. } | NetError::Io(_) | NetError::Closed)) if came.head_alone() => {
                 Asked::UseS3
             }
+            // The client's own limit may end first.
+            Ok(Err(NetError::Timeout { .. })) if !self.begun => Asked::Slow,
             Ok(Err(error)) => {
                 self.begun |= error.is_of_the_answer();
                 tracing::debug!(peer = %self.attempt.member.address, %error, "a peer did not answer");
