@@ -19,6 +19,20 @@ CHUNK = re.compile("[0-9a-f]{64}")
 KVGATE = Path(sys.executable).with_name("kvgate")
 
 
+def hang(pid):
+    """Stops a process. Returns when no thread of it runs any more: until then it may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    while True:
+        try:
+            stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+        except FileNotFoundError:
+            # A thread ended meanwhile.
+            continue
+        if all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats):
+            return
+        time.sleep(0.001)
+
+
 class Gateway:
     def __init__(self, folder, name="gateway", s3=None):
         """`folder`: the caller's, for the socket, the log and the objects. `s3`: arguments that name another S3 than the embedded one."""

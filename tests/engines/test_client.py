@@ -23,7 +23,7 @@ from unittest import mock
 import kvgate
 import numpy as np
 import torch
-from gateway import Gateway
+from gateway import Gateway, hang
 from kvgate import KvGateError
 
 LAYERS, HEADS, HEAD_DIM, CHUNK = 3, 2, 8, 8
@@ -51,15 +51,6 @@ def computed(seed, tokens=TOKENS):
     """[layers, 2, tokens, heads, head_dim], as an engine computed it."""
     shape = (LAYERS, 2, tokens, HEADS, HEAD_DIM)
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
-
-
-def hang(pid):
-    """Returns when no thread of it runs any more."""
-    os.kill(pid, signal.SIGSTOP)
-    while any(
-        task.read_text().rsplit(")", 1)[1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")
-    ):
-        time.sleep(0.001)
 
 
 class OnlyDLPack:

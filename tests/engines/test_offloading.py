@@ -14,6 +14,7 @@ import families
 import offloading
 import tiny_model
 from case import EngineCase, damage
+from gateway import hang
 from kvgate.vllm.tier import KvGateTier
 from lives import prompt
 
@@ -100,7 +101,7 @@ class OffloadingTest(EngineCase):
             found = [answers(LOADED), answers(DAMAGED)]
             settle(llm)
             KvGateTier.on_schedule_end = counted
-            os.kill(process, signal.SIGSTOP)
+            hang(process)
             try:
                 found.append(answers(HUNG))
             finally:

@@ -15,13 +15,12 @@ import time
 import unittest
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import cpu_hicache  # noqa: F401
 import torch
-from gateway import KVGATE, Gateway, Proxy
+from gateway import KVGATE, Gateway, Proxy, hang
 from kvgate._native import PanicException
 from kvgate.sglang import KvGateStorage
 from kvgate.sglang.identity import Engine, refuse_long_rope
@@ -669,10 +668,7 @@ class TroubleTest(StorageCase):
         answers = self.every_call(backend)
         self.assertEqual(answers["get_v1"], [True] * 3)
         process = self.gateway.pid()
-        os.kill(process, signal.SIGSTOP)
-        tasks = [path / "stat" for path in Path(f"/proc/{process}/task").iterdir()]
-        while not all(path.read_text().rpartition(")")[2].split()[0] == "T" for path in tasks):
-            time.sleep(0.01)
+        hang(process)
         try:
             self.nothing(self.every_call(backend))
         finally:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 from case import damage
-from gateway import Gateway
+from gateway import Gateway, hang
 from kvgate import Space
 from kvgate._native import PanicException
 from kvgate.vllm import pages
@@ -260,7 +260,7 @@ class HangingTest(TierCase):
 
     def stop(self):
         process = self.gateway.pid()
-        os.kill(process, signal.SIGSTOP)
+        hang(process)
         self.addCleanup(os.kill, process, signal.SIGCONT)
 
     def test_lookups_are_misses_after_their_deadline(self):
@@ -311,7 +311,7 @@ class LimitTest(TierCase):
         self.gateway.start()
         process = self.gateway.pid()
         life = self.life(store_deadline_ms=60_000, patience_ms=60_000, **keys)
-        os.kill(process, signal.SIGSTOP)
+        hang(process)
         self.addCleanup(os.kill, process, signal.SIGCONT)
         return life
 

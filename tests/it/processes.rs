@@ -169,9 +169,22 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
 }
 
-fn is_stopped(child: &Child) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id().unwrap())).unwrap();
-    stat.rsplit(") ").next().unwrap().starts_with('T')
+/// Stops a process. Until none of its threads runs any more it may still answer.
+async fn hang(child: &Child) {
+    signal(child, Signal::STOP);
+    until(async || threads_are(child, |state| state == 'T')).await;
+}
+
+/// Whether each thread's state is so.
+fn threads_are(child: &Child, so: impl Fn(char) -> bool) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id().unwrap())).unwrap();
+    tasks.map(Result::unwrap).all(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat"));
+        // One that is gone runs no more.
+        stat.map_or(true, |stat| {
+            stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(&so))
+        })
+    })
 }
 
 async fn leases(daemon: &Daemon) -> u64 {
@@ -362,7 +375,7 @@ async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
     );
     assert_eq!(spoilt().await, 8, "it may go on at any moment");
     signal(&stopped, Signal::CONT);
-    until(async || !is_stopped(&stopped)).await;
+    until(async || threads_are(&stopped, |state| state != 'T')).await;
     signal(&stopped, Signal::KILL);
     until(async || spoilt().await == 0).await;
     let loaded = home.done("load", "one", 8).await;
@@ -499,9 +512,7 @@ async fn a_daemon_that_hangs_hung_its_engines() {
     };
     let mut lines = before.load(hurried()).await.unwrap();
     assert!(lines.next().await.unwrap().is_some());
-    signal(&daemon.child, Signal::STOP);
-    // On a busy machine it goes on for a while.
-    until(async || is_stopped(&daemon.child)).await;
+    hang(&daemon.child).await;
     late(&before.load(hurried()).await.map(drop));
     late(&client.flush(Some(100)).await);
     let space = id(&prompt.space);
@@ -611,7 +622,7 @@ async fn the_command_line_asks_a_daemon() {
     say(&args).await.exits(0).says(&["1 chunk"]);
     say(&["health"]).await.exits(0).says(&["ok"]);
     say(&["health", "--ready"]).await.exits(0).says(&["ready"]);
-    signal(&daemon.child, Signal::STOP);
+    hang(&daemon.child).await;
     let hanging = [["stat"], ["top"], ["health"]];
     for said in futures::future::join_all(hanging.iter().map(|args| say(args))).await {
         said.exits(1)
