@@ -31,12 +31,8 @@ pub struct EndpointOptions {
     pub subset: usize,
 }
 
-/// Up to this many endpoints, all are looked at. A load has a few parts for each then, and one too many at one of them
-/// holds up the whole load.
-const FEW: usize = 8;
-/// The power by which time is taken to grow with what is in flight, where endpoints are few, which one client may saturate, and
-/// where they are many. With more, an idle one that hangs looks better than busy ones that work.
-const GROWTH: (f64, f64) = (0.5, 0.25);
+/// Endpoints that a HEAD looks at. With all, many gateways would go to the one that was the fastest lately.
+const FOR_HEAD: usize = 2;
 /// An endpoint that costs more than this many times the typical cost is poor.
 const POOR: f64 = 2.0;
 /// The share of requests that are done before a hedge would be sent.
@@ -355,42 +351,26 @@ impl<T> Set<T> {
         last.map_or(self.members.len(), |last| last + 1)
     }
 
-    /// The best of few; its place. Of many, the better of two picked at random, or the best of four if both are poor: where one in
-    /// eight is slow, one pair in 64 has no other, and a load of many ranges would meet one each time.
+    /// The place of the cheapest of all; for a HEAD, of two that are drawn at random, unless both are poor. A load has a few
+    /// ranges for each endpoint, and one too many at one of them holds up the whole load.
     fn best(&self, bytes: usize, now: Instant, fits: impl Fn(usize, &Member<T>) -> bool) -> Option<usize> {
-        // Some of an unknown number, each as likely as any other, in any order.
-        let mut drawn = [0; FEW];
-        let mut count = 0;
-        for at in (0..self.members.len()).filter(|&at| fits(at, &self.members[at])) {
-            let place = if count < drawn.len() {
-                count
-            } else {
-                fastrand::usize(..=count)
-            };
-            if let Some(place) = drawn.get_mut(place) {
-                *place = at;
-            }
-            count += 1;
+        let mut those: Vec<_> = (0..self.members.len())
+            .filter(|&at| fits(at, &self.members[at]))
+            .collect();
+        // Which of equals comes first.
+        fastrand::shuffle(&mut those);
+        let cheapest = |those: &[usize]| {
+            let costs = those
+                .iter()
+                .map(|&at| (self.members[at].cost(bytes, &self.typical, now), at));
+            costs.min_by(|(one, _), (other, _)| one.total_cmp(other))
+        };
+        let first = if bytes == 0 { FOR_HEAD } else { usize::MAX };
+        let (cost, best) = cheapest(&those[..first.min(those.len())])?;
+        if cost > POOR * self.typical.seconds(bytes).unwrap_or(1.0) {
+            return cheapest(&those).map(|(_, best)| best);
         }
-        let drawn = &mut drawn[..count.min(FEW)];
-        fastrand::shuffle(drawn);
-        let (first, more, growth) = match count {
-            0..=FEW => (&drawn[..], &drawn[..0], GROWTH.0),
-            _ => (&drawn[..2], &drawn[2..4], GROWTH.1),
-        };
-        let cost = |&at: &usize| {
-            let cost = self.members[at].cost(bytes, &self.typical, growth, now);
-            (cost, at)
-        };
-        // The first of equals.
-        let better = |one: (f64, usize), other: (f64, usize)| if other.0 < one.0 { other } else { one };
-        let first = first.iter().map(cost).reduce(better)?;
-        let typical = self.typical.seconds(bytes).unwrap_or(1.0);
-        let (_, chosen) = match first.0 > POOR * typical {
-            true => more.iter().map(cost).fold(first, better),
-            false => first,
-        };
-        Some(chosen)
+        Some(best)
     }
 
     /// The typical time of a request for `bytes` where so much is in flight. With less than usual it is as long as

@@ -21,6 +21,9 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// [`SILENCE`], and the next would go there again.
 const NO_ANSWER: Duration = Duration::from_millis(250);
 
+/// The power by which time is taken to grow with what is in flight: 1 where an endpoint is saturated, 0 where it is not. With
+/// more, an idle one that hangs looks better than busy ones that work.
+const GROWTH: f64 = 0.5;
 /// The power by which what is in flight counts beside that. The estimate knows of most of it: with more than this, an idle slow
 /// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
@@ -130,8 +133,7 @@ impl<T> Member<T> {
     ///
     /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
     /// and gets one request that shows whether it has.
-    /// `growth` is the power by which time grows with what is in flight: 1 where an endpoint is saturated, 0 where it is not.
-    pub fn cost(&self, bytes: usize, typical: &Estimate, growth: f64, now: Instant) -> f64 {
+    pub fn cost(&self, bytes: usize, typical: &Estimate, now: Instant) -> f64 {
         let forgotten = self.flights.is_empty() && self.estimate.is_stale(now);
         let own = Some(&self.estimate).filter(|own| !forgotten && own.seconds(bytes).is_some());
         let known = own.unwrap_or(typical);
@@ -144,7 +146,7 @@ impl<T> Member<T> {
             self.flights.len() as f64 + 1.0
         } else {
             let in_flight = (self.in_flight_bytes + bytes) as f64;
-            known.loaded(in_flight).powf(growth) * (in_flight / bytes as f64).powf(LOAD)
+            known.loaded(in_flight).powf(GROWTH) * (in_flight / bytes as f64).powf(LOAD)
         };
         known.seconds(bytes).unwrap_or(1.0) * late * load
     }

@@ -1,5 +1,7 @@
 //! Tests of the choice of an endpoint: shares, windows, breakers, and addresses that come and go.
 
+use std::array;
+
 use futures::FutureExt;
 
 use super::*;
@@ -42,10 +44,11 @@ async fn totals_keep_addresses_that_left() {
 
 /// How `parts` of 4 MiB are dealt to endpoints of so many MiB a second, which share that among what is under way; after
 /// some rounds to learn, over some more.
-async fn dealt(speeds: [usize; 4], parts: usize) -> Vec<[usize; 4]> {
+async fn dealt<const N: usize>(speeds: [usize; N], parts: usize) -> Vec<[usize; N]> {
     fastrand::seed(7);
     let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0, 1, 2, 3].map(address), |_| ());
+    let numbers = array::from_fn(|number| number);
+    endpoints.update(&numbers.map(address), |_| ());
     let mut rounds = Vec::new();
     for _ in 0..60 {
         let permit = |_| {
@@ -54,14 +57,14 @@ async fn dealt(speeds: [usize; 4], parts: usize) -> Vec<[usize; 4]> {
             permit.expect("there is room")
         };
         let mut permits: Vec<_> = (0..parts).map(permit).collect();
-        let dealt = [0, 1, 2, 3].map(|number| {
+        let dealt = numbers.map(|number| {
             let there = permits
                 .iter()
                 .filter(|permit| permit.address() == address(number));
             there.count()
         });
         let takes = |permit: &Permit<()>| {
-            let number = (0..4)
+            let number = (0..N)
                 .find(|&number| address(number) == permit.address())
                 .unwrap();
             Duration::from_secs_f64(4.0 * dealt[number] as f64 / speeds[number] as f64)
@@ -91,6 +94,9 @@ async fn parts_are_dealt_so_that_few_endpoints_end_together() {
     }
     for dealt in dealt([40, 20, 40, 20], 12).await {
         assert_eq!(dealt, [4, 2, 4, 2]);
+    }
+    for dealt in dealt([40; 12], 48).await {
+        assert_eq!(dealt, [4; 12]);
     }
 }
 
