@@ -22,15 +22,20 @@ KVGATE = Path(sys.executable).with_name("kvgate")
 def hang(pid):
     """Stops a process. Returns when no thread of it runs any more: until then it may still answer."""
     os.kill(pid, signal.SIGSTOP)
-    while True:
-        try:
-            stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
-        except FileNotFoundError:
-            # A thread ended meanwhile.
-            continue
-        if all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats):
-            return
+    deadline = time.monotonic() + 30
+    while not is_stopped(pid):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"process {pid} does not stop")
         time.sleep(0.001)
+
+
+def is_stopped(pid):
+    try:
+        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        # A thread ended meanwhile.
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 class Gateway:

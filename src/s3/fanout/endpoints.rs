@@ -1,5 +1,6 @@
 //! The endpoints behind one name. Gives each request a permit for the cheapest one with room, or lets it wait in the queue.
 
+use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,8 +32,8 @@ pub struct EndpointOptions {
     pub subset: usize,
 }
 
-/// Endpoints that a HEAD looks at. With all, many gateways would go to the one that was the fastest lately.
-const FOR_HEAD: usize = 2;
+/// Endpoints that a request without bytes looks at. With all, many gateways would go to the one that was fastest lately.
+const FOR_NO_BYTES: usize = 2;
 /// An endpoint that costs more than this many times the typical cost is poor.
 const POOR: f64 = 2.0;
 /// The share of requests that are done before a hedge would be sent.
@@ -67,6 +68,22 @@ struct Set<T> {
     samples: u32,
     /// The quantile of what requests take, in typical durations.
     quantile: f64,
+}
+
+/// An endpoint that a request could go to.
+struct Choice {
+    /// Its place among the members.
+    at: usize,
+    cost: f64,
+    /// Decides between equals.
+    draw: u32,
+}
+
+impl Choice {
+    fn order(one: &Self, other: &Self) -> Ordering {
+        let by_cost = one.cost.total_cmp(&other.cost);
+        by_cost.then_with(|| one.draw.cmp(&other.draw))
+    }
 }
 
 impl<T> Clone for Endpoints<T> {
@@ -287,31 +304,36 @@ impl<T> Endpoints<T> {
 
 impl<T> Set<T> {
     /// The [best](Self::best) of the subset that has room; not one that this call has taken, if there is another that
-    /// works. Where all of the subset are full or busy, it widens. With all breakers open, the one that opens again first.
+    /// works. Where all of the subset are full, busy or poor, it widens. With all breakers open, the one that opens again first.
     fn choose(&mut self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
+        let place = |best: Option<Choice>| best.map(|best| best.at);
         let works = |member: &Member<T>| member.breaker.admits(now);
         let fresh = |member: &Member<T>| works(member) && !taken.contains(&member.address);
         if self.members.iter().any(fresh) {
             let has_room = |member: &Member<T>| fresh(member) && member.has_room(bytes);
             let used = self.used(now);
             if used == self.members.len() {
-                return self.best(bytes, now, |_, member| has_room(member));
+                return place(self.best(bytes, now, |_, member| has_room(member)));
             }
             let is_free = |member: &Member<T>| has_room(member) && !member.is_busy(bytes);
             // One that joined and failed is probed, though it has left.
             let near =
                 |at, member: &Member<T>| at < used || member.breaker.phase(now) == BreakerPhase::HalfOpen;
-            if let Some(best) = self.best(bytes, now, |at, member| near(at, member) && is_free(member)) {
-                return Some(best);
+            let best = self.best(bytes, now, |at, member| near(at, member) && is_free(member));
+            if let Some(best) = best.filter(|best| !self.is_poor(best, bytes)) {
+                return Some(best.at);
             }
-            if let Some(next) = (used..self.members.len()).find(|&at| is_free(&self.members[at])) {
+            let joins = |&at: &usize| {
+                is_free(&self.members[at]) && !self.is_poor(&self.choice(at, bytes, now), bytes)
+            };
+            if let Some(next) = (used..self.members.len()).find(joins) {
                 self.subset.widen(now);
                 return Some(next);
             }
-            self.best(bytes, now, |_, member| has_room(member))
+            place(self.best(bytes, now, |_, member| has_room(member)))
         } else if self.members.iter().any(works) {
-            self.best(bytes, now, |_, member| works(member) && member.has_room(bytes))
+            place(self.best(bytes, now, |_, member| works(member) && member.has_room(bytes)))
         } else {
             let opens = |at: &usize| self.members[*at].breaker.opens_again();
             // Endpoints whose probe is under way have no time, and come first.
@@ -330,12 +352,13 @@ impl<T> Set<T> {
     fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let used = self.used(now);
-        self.best(bytes, now, |at, member| {
+        let best = self.best(bytes, now, |at, member| {
             at < used
                 && member.breaker.phase(now) == BreakerPhase::Closed
                 && !taken.contains(&member.address)
                 && member.has_room_for_hedge(bytes)
-        })
+        });
+        best.map(|best| best.at)
     }
 
     /// So many of the members, from the first on, have as many that work as the subset has.
@@ -351,26 +374,31 @@ impl<T> Set<T> {
         last.map_or(self.members.len(), |last| last + 1)
     }
 
-    /// The place of the cheapest of all; for a HEAD, of two that are drawn at random, unless both are poor. A load has a few
-    /// ranges for each endpoint, and one too many at one of them holds up the whole load.
-    fn best(&self, bytes: usize, now: Instant, fits: impl Fn(usize, &Member<T>) -> bool) -> Option<usize> {
-        let mut those: Vec<_> = (0..self.members.len())
-            .filter(|&at| fits(at, &self.members[at]))
-            .collect();
-        // Which of equals comes first.
-        fastrand::shuffle(&mut those);
-        let cheapest = |those: &[usize]| {
-            let costs = those
-                .iter()
-                .map(|&at| (self.members[at].cost(bytes, &self.typical, now), at));
-            costs.min_by(|(one, _), (other, _)| one.total_cmp(other))
-        };
-        let first = if bytes == 0 { FOR_HEAD } else { usize::MAX };
-        let (cost, best) = cheapest(&those[..first.min(those.len())])?;
-        if cost > POOR * self.typical.seconds(bytes).unwrap_or(1.0) {
-            return cheapest(&those).map(|(_, best)| best);
+    /// The cheapest of all for a range or an upload: a load has a few ranges for each endpoint, and one too many at one of them
+    /// holds up the whole load. Without bytes, the cheaper of two that are drawn at random, unless both are poor.
+    fn best(&self, bytes: usize, now: Instant, fits: impl Fn(usize, &Member<T>) -> bool) -> Option<Choice> {
+        let those = || (0..self.members.len()).filter(|&at| fits(at, &self.members[at]));
+        let choice = |at: usize| self.choice(at, bytes, now);
+        if bytes == 0 {
+            let drawn = fastrand::choose_multiple(those(), FOR_NO_BYTES);
+            let better = drawn.into_iter().map(choice).min_by(Choice::order);
+            if let Some(better) = better.filter(|better| !self.is_poor(better, bytes)) {
+                return Some(better);
+            }
         }
-        Some(best)
+        those().map(choice).min_by(Choice::order)
+    }
+
+    fn choice(&self, at: usize, bytes: usize, now: Instant) -> Choice {
+        Choice {
+            at,
+            cost: self.members[at].cost(bytes, &self.typical, now),
+            draw: fastrand::u32(..),
+        }
+    }
+
+    fn is_poor(&self, choice: &Choice, bytes: usize) -> bool {
+        choice.cost > POOR * self.typical.seconds(bytes).unwrap_or(1.0)
     }
 
     /// The typical time of a request for `bytes` where so much is in flight. With less than usual it is as long as

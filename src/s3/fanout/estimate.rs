@@ -6,8 +6,8 @@ use tokio::time::Instant;
 
 /// Weight of a new sample.
 const WEIGHT: f64 = 0.3;
-/// A sample older than this no longer counts.
-const STALE: Duration = Duration::from_secs(10);
+/// What is older than this no longer counts.
+pub(super) const STALE: Duration = Duration::from_secs(10);
 
 /// How long requests take, until the answer begins and for each byte of it; and how much was in flight at their endpoint
 /// then, which is what they shared its speed with.
@@ -17,47 +17,52 @@ pub(super) struct Estimate {
     seconds_per_byte: Option<f64>,
     /// Bytes in flight.
     load: Option<f64>,
-    sampled: Option<Instant>,
+    /// The last sample of a latency.
+    answered_at: Option<Instant>,
+    /// The last sample of a body. Requests without one say nothing of bodies, however often they come.
+    moved_at: Option<Instant>,
 }
 
 impl Estimate {
     /// An answer began after `latency`; its body of `bytes` took `time`, under `load`.
     pub fn answered(&mut self, latency: Duration, bytes: usize, time: Duration, load: f64, now: Instant) {
-        let weight = self.weight(now);
+        let weight = self.weight(0, now);
         blend(&mut self.latency, latency.as_secs_f64(), weight);
+        self.answered_at = Some(now);
         if bytes > 0 {
-            blend(&mut self.load, load, weight);
-            let each = time.as_secs_f64() / bytes as f64;
-            blend(&mut self.seconds_per_byte, each, weight);
+            self.uploaded(bytes, time, load, now);
         }
-        self.sampled = Some(now);
     }
 
     /// `bytes` of an upload took `time`, answer included.
     pub fn uploaded(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
-        let (weight, each) = (self.weight(now), time.as_secs_f64() / bytes as f64);
+        let (weight, each) = (self.weight(bytes, now), time.as_secs_f64() / bytes as f64);
         blend(&mut self.load, load, weight);
         blend(&mut self.seconds_per_byte, each, weight);
-        self.sampled = Some(now);
+        self.moved_at = Some(now);
     }
 
     /// A request for `bytes` was given up after `time` under `load`: it would have taken at least that time.
     pub fn gave_up(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
-        let (weight, least) = (self.weight(now), time.as_secs_f64());
-        if self.seconds(bytes).is_none_or(|expected| expected < least) {
-            if bytes == 0 {
+        let (weight, least) = (self.weight(bytes, now), time.as_secs_f64());
+        let is_more = self.seconds(bytes).is_none_or(|expected| expected < least);
+        if bytes == 0 {
+            if is_more {
                 blend(&mut self.latency, least, weight);
-            } else {
+            }
+            self.answered_at = Some(now);
+        } else {
+            if is_more {
                 blend(&mut self.load, load, weight);
                 blend(&mut self.seconds_per_byte, least / bytes as f64, weight);
             }
+            self.moved_at = Some(now);
         }
-        self.sampled = Some(now);
     }
 
     /// Old news don't count.
-    fn weight(&self, now: Instant) -> f64 {
-        if self.is_stale(now) { 1.0 } else { WEIGHT }
+    fn weight(&self, bytes: usize, now: Instant) -> f64 {
+        if self.is_stale(bytes, now) { 1.0 } else { WEIGHT }
     }
 
     /// Seconds that a request for `bytes` takes. 0 bytes: until its answer begins.
@@ -81,9 +86,14 @@ impl Estimate {
         self.latency.map(Duration::from_secs_f64)
     }
 
-    /// Nothing was heard for long: things may have changed.
-    pub fn is_stale(&self, now: Instant) -> bool {
-        self.sampled.is_none_or(|at| now - at > STALE)
+    /// Nothing was heard for long of requests for `bytes`, with a body or without: things may have changed.
+    pub fn is_stale(&self, bytes: usize, now: Instant) -> bool {
+        let sampled = if bytes == 0 {
+            self.answered_at
+        } else {
+            self.moved_at
+        };
+        sampled.is_none_or(|at| now - at > STALE)
     }
 }
 
@@ -132,11 +142,20 @@ mod tests {
     fn old_news_is_forgotten() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
-        assert!(estimate.is_stale(now));
+        assert!(estimate.is_stale(1, now));
         estimate.uploaded(1000, 10 * SECOND, 1000.0, now);
         let later = now + 2 * STALE;
-        assert!(!estimate.is_stale(now) && estimate.is_stale(later));
+        assert!(!estimate.is_stale(1, now) && estimate.is_stale(1, later));
         estimate.uploaded(1000, SECOND, 1000.0, later);
         assert!(close(estimate.seconds(1000), 1.0));
+        // Of bodies, also where requests without one come all the time.
+        let answered =
+            |estimate: &mut Estimate, at| estimate.answered(SECOND / 1000, 0, Duration::ZERO, 0.0, at);
+        answered(&mut estimate, later + STALE);
+        let later = later + 2 * STALE;
+        answered(&mut estimate, later);
+        assert!(!estimate.is_stale(0, later) && estimate.is_stale(1, later));
+        estimate.uploaded(1000, 5 * SECOND, 1000.0, later);
+        assert!(close(estimate.seconds(1000), 5.001));
     }
 }

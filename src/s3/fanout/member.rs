@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::breaker::EndpointBreaker;
 use super::endpoints::EndpointOptions;
-use super::estimate::Estimate;
+use super::estimate::{Estimate, STALE};
 use super::permit::{Loss, Outcome};
 use super::route::Start;
 use super::state::{EndpointState, Requests};
@@ -21,9 +21,11 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// [`SILENCE`], and the next would go there again.
 const NO_ANSWER: Duration = Duration::from_millis(250);
 
-/// The power by which time is taken to grow with what is in flight: 1 where an endpoint is saturated, 0 where it is not. With
-/// more, an idle one that hangs looks better than busy ones that work.
+/// The power by which time is taken to grow with what is in flight. Where an endpoint is saturated 1 would be right, where it is
+/// not, 0. With more than this, an idle one that hangs looks better than busy ones that work.
 const GROWTH: f64 = 0.5;
+/// With each refusal in a row an endpoint costs twice as much, up to so many times: it refuses faster than others answer.
+const REFUSALS: u32 = 6;
 /// The power by which what is in flight counts beside that. The estimate knows of most of it: with more than this, an idle slow
 /// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
@@ -44,6 +46,9 @@ pub(super) struct Member<T> {
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
     denied_in_a_row: u64,
+    /// Ranges and uploads, by a status that another endpoint may not answer with; and the last time.
+    refused_in_a_row: u32,
+    refused_at: Instant,
 }
 
 struct Flight {
@@ -99,6 +104,8 @@ impl<T> Member<T> {
             flights: BTreeMap::new(),
             totals: Requests::default(),
             denied_in_a_row: 0,
+            refused_in_a_row: 0,
+            refused_at: now,
         }
     }
 
@@ -134,7 +141,7 @@ impl<T> Member<T> {
     /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
     /// and gets one request that shows whether it has.
     pub fn cost(&self, bytes: usize, typical: &Estimate, now: Instant) -> f64 {
-        let forgotten = self.flights.is_empty() && self.estimate.is_stale(now);
+        let forgotten = self.flights.is_empty() && self.estimate.is_stale(bytes, now);
         let own = Some(&self.estimate).filter(|own| !forgotten && own.seconds(bytes).is_some());
         let known = own.unwrap_or(typical);
         let late = self.flights.first_key_value().map_or(1.0, |(_, oldest)| {
@@ -148,7 +155,11 @@ impl<T> Member<T> {
             let in_flight = (self.in_flight_bytes + bytes) as f64;
             known.loaded(in_flight).powf(GROWTH) * (in_flight / bytes as f64).powf(LOAD)
         };
-        known.seconds(bytes).unwrap_or(1.0) * late * load
+        let refusals = match now - self.refused_at > STALE {
+            true => 0,
+            false => self.refused_in_a_row.min(REFUSALS),
+        };
+        known.seconds(bytes).unwrap_or(1.0) * late * load * f64::from(1 << refusals)
     }
 
     /// Mean bytes in flight here since a request was sent.
@@ -219,6 +230,11 @@ impl<T> Member<T> {
             NO_ANSWER
         };
         let silent = now - ending.moved_at >= patience;
+        if let Some(Outcome::Answered { status }) = ending.outcome
+            && bytes > 0
+        {
+            self.body_answered(status, now);
+        }
         let took = match ending.outcome {
             Some(Outcome::Answered { status }) => self.answered(ending, status, probe, load, now),
             Some(Outcome::Lost(loss)) => {
@@ -255,6 +271,18 @@ impl<T> Member<T> {
         took
     }
 
+    /// A range or an upload was answered with `status`. A HEAD may be refused everywhere, for a chunk that is not there.
+    fn body_answered(&mut self, status: u16, now: Instant) {
+        match status {
+            ..300 => self.refused_in_a_row = 0,
+            401 | 403 | 404 | 429 | 500.. => {
+                self.refused_in_a_row = self.refused_in_a_row.saturating_add(1);
+                self.refused_at = now;
+            }
+            _ => {}
+        }
+    }
+
     fn answered(
         &mut self,
         ending: &Ending,
@@ -279,6 +307,10 @@ impl<T> Member<T> {
         self.breaker.succeeded();
         let first = ending.answered.unwrap_or(now);
         let moved = ending.moved;
+        if status >= 300 && moved > 0 {
+            // An upload that was refused, maybe before its body was sent.
+            return None;
+        }
         match first < ending.moved_at {
             // An upload is through before its answer begins, and its time is all one.
             false if moved > 0 => self.estimate.uploaded(moved, now - ending.began, load, now),

@@ -3,6 +3,7 @@
 use std::array;
 
 use futures::FutureExt;
+use tokio::task::JoinHandle;
 
 use super::*;
 
@@ -84,7 +85,7 @@ async fn dealt<const N: usize>(speeds: [usize; N], parts: usize) -> Vec<[usize; 
 
 /// With one too many at one of them, all would wait for that one.
 #[tokio::test(start_paused = true)]
-async fn parts_are_dealt_so_that_few_endpoints_end_together() {
+async fn parts_are_dealt_so_that_all_endpoints_end_together() {
     for dealt in dealt([40; 4], 8).await {
         assert_eq!(dealt, [2; 4]);
     }
@@ -98,10 +99,14 @@ async fn parts_are_dealt_so_that_few_endpoints_end_together() {
     for dealt in dealt([40; 12], 48).await {
         assert_eq!(dealt, [4; 12]);
     }
+    let halves = array::from_fn(|number| if number < 6 { 40 } else { 20 });
+    for dealt in dealt::<12>(halves, 36).await {
+        assert_eq!(dealt, array::from_fn(|number| if number < 6 { 4 } else { 2 }));
+    }
 }
 
 #[tokio::test(start_paused = true)]
-async fn loads_get_what_few_endpoints_can_give() {
+async fn loads_get_what_all_endpoints_can_give() {
     let fleet = Fleet::new(&EVEN);
     let attempts = attempts(POLICY);
     fleet.load_many(&attempts, 32, 16).await;
@@ -138,18 +143,113 @@ async fn a_slow_one_gets_little_and_holds_up_little() {
     assert!(slowed < 2 * even, "{slowed:?} where all alike take {even:?}");
 }
 
+/// Its slowness is forgotten after a while, also where requests without a body come all the time.
 #[tokio::test(start_paused = true)]
 async fn one_that_recovers_is_used_again() {
-    let fleet = Fleet::new(&EVEN);
+    for heads in [false, true] {
+        let fleet = Fleet::new(&EVEN);
+        let attempts = attempts(POLICY);
+        let endpoints = fleet.endpoints.clone();
+        let asking = heads.then(|| {
+            tokio::spawn(async move {
+                loop {
+                    head(&endpoints, |_| Duration::from_millis(5)).await;
+                    sleep(SECOND / 20).await;
+                }
+            })
+        });
+        fleet.set(1, Does::Serve(4));
+        fleet.load_many(&attempts, 200, 16).await;
+        fleet.set(1, Does::Serve(40));
+        fleet.load_many(&attempts, 600, 16).await;
+        fleet.came.lock().unwrap().clear();
+        fleet.load_many(&attempts, 200, 16).await;
+        assert!(fleet.share(1) >= 0.15, "{heads}: {}", fleet.share(1));
+        asking.inspect(JoinHandle::abort);
+    }
+}
+
+/// Where a HEAD goes whose answer takes so long.
+async fn head(endpoints: &Endpoints<()>, takes: impl Fn(SocketAddr) -> Duration) -> SocketAddr {
+    let mut permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+    let at = permit.address();
+    sleep(takes(at)).await;
+    permit.answered(0);
+    permit.end(Outcome::Answered { status: 200 });
+    at
+}
+
+/// How many of a thousand HEADs go to each of twelve.
+async fn heads(takes: impl Fn(SocketAddr) -> Duration) -> [usize; 12] {
+    fastrand::seed(7);
+    let endpoints = Endpoints::new(OPTIONS);
+    let numbers = array::from_fn(|number| number);
+    endpoints.update(&numbers.map(address), |_| ());
+    let mut at = Vec::new();
+    for _ in 0..1000 {
+        at.push(head(&endpoints, &takes).await);
+    }
+    numbers.map(|number| at.iter().filter(|at| **at == address(number)).count())
+}
+
+/// Many gateways ask; they must not all go to the same one.
+#[tokio::test(start_paused = true)]
+async fn heads_go_to_all_that_are_not_slow() {
+    let takes = |fast: u64, at| Duration::from_millis(if at == address(3) { fast } else { 10 });
+    let to = heads(|at| takes(5, at)).await;
+    assert!(
+        (110..200).contains(&to[3]) && to.iter().all(|&to| to > 40),
+        "{to:?}"
+    );
+    let slow = heads(|at| takes(100, at)).await;
+    assert!(slow[3] < 10, "{slow:?}");
+    // Two of them are drawn together now and then.
+    let slow = heads(|at| Duration::from_millis(if at < address(2) { 100 } else { 10 })).await;
+    assert!(slow[0] + slow[1] < 20, "{slow:?}");
+}
+
+/// It answers faster than the others send.
+#[tokio::test(start_paused = true)]
+async fn one_that_denies_gets_no_more_than_others() {
+    let mut script = [Does::Serve(40); 12];
+    script[5] = Does::Deny;
+    let fleet = Fleet::new(&script);
     let attempts = attempts(POLICY);
-    fleet.set(1, Does::Serve(4));
-    fleet.load_many(&attempts, 200, 16).await;
-    fleet.set(1, Does::Serve(40));
-    // Its slowness is forgotten after a while.
-    fleet.load_many(&attempts, 600, 16).await;
-    fleet.came.lock().unwrap().clear();
-    fleet.load_many(&attempts, 200, 16).await;
-    assert!(fleet.share(1) >= 0.15, "{}", fleet.share(1));
+    let turns = Arc::new(tokio::sync::Semaphore::new(24));
+    let loads = (0..600).map(async |_| {
+        let _turn = turns.acquire().await.unwrap();
+        fleet.load(&attempts, 4 * MIB).await
+    });
+    let ended = futures::future::join_all(loads).await;
+    let denied = ended
+        .iter()
+        .filter(|ended| **ended == Err(Failed::Denied))
+        .count();
+    assert!((1..=50).contains(&denied), "{denied} of 600");
+}
+
+/// Its answer may come before the body is sent, and then all of it would count as moved.
+#[tokio::test(start_paused = true)]
+async fn an_upload_that_was_refused_says_nothing_of_speed() {
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[0, 1].map(address), |_| ());
+    let upload = async |route: &Route, takes, status| {
+        let mut permit = endpoints.permit(Class::Store, MIB, route).await;
+        let at = permit.address();
+        sleep(takes).await;
+        permit.answered(MIB);
+        permit.end(Outcome::Answered { status });
+        at
+    };
+    let route = Route::default();
+    let first = upload(&route, SECOND, 200).await;
+    upload(&route.then(Start::Retry), SECOND, 200).await;
+    upload(&Route::default(), SECOND / 1000, 412).await;
+    let mut there = 0;
+    for _ in 0..40 {
+        there += usize::from(upload(&Route::default(), SECOND, 200).await == first);
+    }
+    assert!((5..35).contains(&there), "{there} of 40");
 }
 
 #[tokio::test(start_paused = true)]
@@ -204,7 +304,7 @@ async fn once_one_works_again_after_all_had_failed_all_are_tried() {
     while closed() > 0 {
         request(Outcome::Lost(Loss::Connection)).await;
     }
-    for _ in 0..100 {
+    for _ in 0..200 {
         request(Outcome::Answered { status: 200 }).await;
     }
     assert_eq!(closed(), 20);
@@ -346,6 +446,23 @@ async fn of_many_a_subset_is_used_and_the_next_takes_the_place_of_one_that_fails
     // It comes back, and so do the first.
     sleep(OPTIONS.breaker.open).await;
     assert_eq!(used(&endpoints, 0, 1000).await, first);
+}
+
+/// A busy one that works is better than an idle one that does not.
+#[tokio::test(start_paused = true)]
+async fn one_of_a_subset_that_is_slow_is_not_taken_because_it_is_idle() {
+    let endpoints = many();
+    let range = async || endpoints.permit(Class::Load, MIB, &Route::default()).await;
+    let permits = futures::future::join_all((0..OPTIONS.subset).map(|_| range())).await;
+    let slow = permits[0].address();
+    for mut permit in permits.into_iter().rev() {
+        permit.answered(0);
+        sleep(SECOND / if permit.address() == slow { 1 } else { 1000 }).await;
+        permit.moved(MIB);
+        permit.end(Outcome::Answered { status: 206 });
+    }
+    let permits = futures::future::join_all((0..3 * OPTIONS.subset).map(|_| range())).await;
+    assert!(permits.iter().all(|permit| permit.address() != slow));
 }
 
 #[tokio::test(start_paused = true)]

@@ -48,6 +48,8 @@ enum Does {
     Hang,
     Refuse,
     Throttle,
+    /// Answers 403 at once.
+    Deny,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +58,7 @@ enum Failed {
     Unreached,
     Throttled,
     NotFound,
+    Denied,
     Late,
 }
 
@@ -65,7 +68,7 @@ impl Failure for Failed {
             Self::Lost => AttemptVerdict::Lost,
             Self::Unreached => AttemptVerdict::Unreached,
             Self::Throttled => AttemptVerdict::Again,
-            Self::NotFound => AttemptVerdict::Final,
+            Self::NotFound | Self::Denied => AttemptVerdict::Final,
             Self::Late => AttemptVerdict::Late,
         }
     }
@@ -161,6 +164,12 @@ impl Fleet {
                 sleep(Duration::from_millis(5)).await;
                 permit.end(Outcome::Answered { status: 503 });
                 return Err(Failed::Throttled);
+            }
+            Does::Deny => {
+                sleep(Duration::from_millis(1)).await;
+                permit.answered(0);
+                permit.end(Outcome::Answered { status: 403 });
+                return Err(Failed::Denied);
             }
             Does::Hang => std::future::pending().await,
             Does::Serve(_) | Does::StopAfter(_) => sleep(Duration::from_millis(5)).await,
