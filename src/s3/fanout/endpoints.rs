@@ -11,8 +11,8 @@ use tokio::time::Instant;
 
 use super::attempts::Hedge;
 use super::breaker::{BreakerOptions, BreakerPhase};
-use super::estimate::Estimate;
-use super::member::{Ending, Member, Took};
+use super::estimate::Estimates;
+use super::member::{Ending, Member, Took, grown};
 use super::permit::{Class, Permit};
 use super::queue::{PermitQueue, Waiter};
 use super::route::{Route, Start};
@@ -64,7 +64,7 @@ struct Set<T> {
     /// The number of permits, and of requests that were queued.
     numbers: u64,
     /// Over all endpoints.
-    typical: Estimate,
+    typical: Estimates,
     samples: u32,
     /// The quantile of what requests take, in typical durations.
     quantile: f64,
@@ -101,7 +101,7 @@ impl<T> Endpoints<T> {
             queue: PermitQueue::new(),
             departed: Requests::default(),
             numbers: 0,
-            typical: Estimate::default(),
+            typical: Estimates::default(),
             samples: 0,
             quantile: HEDGE_BETWEEN.0 * 2.0,
         };
@@ -143,9 +143,9 @@ impl<T> Endpoints<T> {
             let mut set = self.lock();
             // A request without bytes takes nobody's room.
             if (bytes == 0 || set.queue.is_empty())
-                && let Some(chosen) = set.choose(bytes, route, now)
+                && let Some(chosen) = set.choose(class, bytes, route, now)
             {
-                return self.begin(&mut set, chosen, bytes, route, now);
+                return self.begin(&mut set, chosen, class, bytes, route, now);
             }
             set.members.iter_mut().for_each(|member| member.is_full(bytes));
             set.numbers += 1;
@@ -179,17 +179,25 @@ impl<T> Endpoints<T> {
         let now = Instant::now();
         let mut set = self.lock();
         let chosen = set.choose_other(bytes, route, now)?;
-        Some(self.begin(&mut set, chosen, bytes, route, now))
+        Some(self.begin(&mut set, chosen, Class::Load, bytes, route, now))
     }
 
-    fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Permit<T> {
+    fn begin(
+        &self,
+        set: &mut Set<T>,
+        at: usize,
+        class: Class,
+        bytes: usize,
+        route: &Route,
+        now: Instant,
+    ) -> Permit<T> {
         set.numbers += 1;
         let number = set.numbers;
         // These endpoints are passed by for lack of room. With a limit on all bytes in flight that never happens to all at once.
         let full = set.members.iter_mut().filter(|member| !member.has_room(bytes));
         full.for_each(|member| member.is_full(bytes));
         let member = &mut set.members[at];
-        member.begin(number, bytes, route.start(), now);
+        member.begin(number, class, bytes, route.start(), now);
         let (payload, address) = (Arc::clone(&member.payload), member.address);
         let taken = route.taken();
         let others = set.members.iter().any(|member| {
@@ -238,13 +246,13 @@ impl<T> Endpoints<T> {
         let now = Instant::now();
         let mut granted = Vec::new();
         while let Some(first) = set.queue.first() {
-            let (bytes, route) = (first.bytes, first.route.clone());
-            let Some(chosen) = set.choose(bytes, &route, now) else {
+            let (class, bytes, route) = (first.class, first.bytes, first.route.clone());
+            let Some(chosen) = set.choose(class, bytes, &route, now) else {
                 set.members.iter_mut().for_each(|member| member.is_full(bytes));
                 break;
             };
             let Some(waiter) = set.queue.pop() else { break };
-            let permit = self.begin(&mut set, chosen, bytes, &route, now);
+            let permit = self.begin(&mut set, chosen, class, bytes, &route, now);
             granted.push((waiter.sender, permit));
         }
         drop(set);
@@ -305,7 +313,7 @@ impl<T> Endpoints<T> {
 impl<T> Set<T> {
     /// The [best](Self::best) of the subset that has room; not one that this call has taken, if there is another that
     /// works. Where all of the subset are full, busy or poor, it widens. With all breakers open, the one that opens again first.
-    fn choose(&mut self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
+    fn choose(&mut self, class: Class, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let place = |best: Option<Choice>| best.map(|best| best.at);
         let works = |member: &Member<T>| member.breaker.admits(now);
@@ -314,26 +322,33 @@ impl<T> Set<T> {
             let has_room = |member: &Member<T>| fresh(member) && member.has_room(bytes);
             let used = self.used(now);
             if used == self.members.len() {
-                return place(self.best(bytes, now, |_, member| has_room(member)));
+                return place(self.best(class, bytes, now, |_, member| has_room(member)));
             }
             let is_free = |member: &Member<T>| has_room(member) && !member.is_busy(bytes);
             // One that joined and failed is probed, though it has left.
             let near =
                 |at, member: &Member<T>| at < used || member.breaker.phase(now) == BreakerPhase::HalfOpen;
-            let best = self.best(bytes, now, |at, member| near(at, member) && is_free(member));
-            if let Some(best) = best.filter(|best| !self.is_poor(best, bytes)) {
+            let best = self.best(class, bytes, now, |at, member| {
+                near(at, member) && is_free(member)
+            });
+            // A HEAD takes nobody's room.
+            let good = |best: &Choice| bytes == 0 || !self.is_poor(best, class, bytes);
+            if let Some(best) = best.filter(good) {
                 return Some(best.at);
             }
-            let joins = |&at: &usize| {
-                is_free(&self.members[at]) && !self.is_poor(&self.choice(at, bytes, now), bytes)
-            };
+            let joins = |&at: &usize| is_free(&self.members[at]) && good(&self.choice(at, class, bytes, now));
             if let Some(next) = (used..self.members.len()).find(joins) {
                 self.subset.widen(now);
                 return Some(next);
             }
-            place(self.best(bytes, now, |_, member| has_room(member)))
+            let of_subset = self.best(class, bytes, now, |at, member| {
+                near(at, member) && has_room(member)
+            });
+            place(of_subset.or_else(|| self.best(class, bytes, now, |_, member| has_room(member))))
         } else if self.members.iter().any(works) {
-            place(self.best(bytes, now, |_, member| works(member) && member.has_room(bytes)))
+            place(self.best(class, bytes, now, |_, member| {
+                works(member) && member.has_room(bytes)
+            }))
         } else {
             let opens = |at: &usize| self.members[*at].breaker.opens_again();
             // Endpoints whose probe is under way have no time, and come first.
@@ -352,7 +367,7 @@ impl<T> Set<T> {
     fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let used = self.used(now);
-        let best = self.best(bytes, now, |at, member| {
+        let best = self.best(Class::Load, bytes, now, |at, member| {
             at < used
                 && member.breaker.phase(now) == BreakerPhase::Closed
                 && !taken.contains(&member.address)
@@ -376,44 +391,62 @@ impl<T> Set<T> {
 
     /// The cheapest of all for a range or an upload: a load has a few ranges for each endpoint, and one too many at one of them
     /// holds up the whole load. Without bytes, the cheaper of two that are drawn at random, unless both are poor.
-    fn best(&self, bytes: usize, now: Instant, fits: impl Fn(usize, &Member<T>) -> bool) -> Option<Choice> {
+    fn best(
+        &self,
+        class: Class,
+        bytes: usize,
+        now: Instant,
+        fits: impl Fn(usize, &Member<T>) -> bool,
+    ) -> Option<Choice> {
         let those = || (0..self.members.len()).filter(|&at| fits(at, &self.members[at]));
-        let choice = |at: usize| self.choice(at, bytes, now);
+        let choice = |at: usize| self.choice(at, class, bytes, now);
         if bytes == 0 {
             let drawn = fastrand::choose_multiple(those(), FOR_NO_BYTES);
             let better = drawn.into_iter().map(choice).min_by(Choice::order);
-            if let Some(better) = better.filter(|better| !self.is_poor(better, bytes)) {
+            if let Some(better) = better.filter(|better| !self.is_poor(better, class, bytes)) {
                 return Some(better);
             }
         }
         those().map(choice).min_by(Choice::order)
     }
 
-    fn choice(&self, at: usize, bytes: usize, now: Instant) -> Choice {
+    fn choice(&self, at: usize, class: Class, bytes: usize, now: Instant) -> Choice {
         Choice {
             at,
-            cost: self.members[at].cost(bytes, &self.typical, now),
+            cost: self.members[at].cost(class, bytes, &self.typical, now),
             draw: fastrand::u32(..),
         }
     }
 
-    fn is_poor(&self, choice: &Choice, bytes: usize) -> bool {
-        choice.cost > POOR * self.typical.seconds(bytes).unwrap_or(1.0)
+    fn is_poor(&self, choice: &Choice, class: Class, bytes: usize) -> bool {
+        let typical = self.typical.of(class);
+        // One that is larger than usual takes longer everywhere.
+        let larger = grown(typical, bytes as f64).max(1.0);
+        choice.cost > POOR * larger * typical.seconds(bytes).unwrap_or(1.0)
     }
 
-    /// The typical time of a request for `bytes` where so much is in flight. With less than usual it is as long as
-    /// usual.
+    /// The typical time of a load of `bytes` where so much is in flight. With less than usual it is as long as usual.
     fn typical(&self, bytes: usize, load: f64) -> Option<f64> {
+        let typical = self.typical.of(Class::Load);
         let loaded = if bytes == 0 {
             1.0
         } else {
-            self.typical.loaded(load).max(1.0)
+            typical.loaded(load).max(1.0)
         };
-        Some(self.typical.seconds(bytes)? * loaded)
+        Some(typical.seconds(bytes)? * loaded)
     }
 
     fn learn(&mut self, took: &Took, ending: &Ending, now: Instant) {
-        let &Took { bytes, time, load } = took;
+        let &Took {
+            class,
+            bytes,
+            time,
+            load,
+        } = took;
+        if class == Class::Store {
+            self.typical.of_mut(class).uploaded(bytes, time, load, now);
+            return;
+        }
         if let Some(typical) = self.typical(bytes, load)
             && typical > 0.0
         {
@@ -425,10 +458,8 @@ impl<T> Set<T> {
             self.quantile = (self.quantile * (1.0 + step)).clamp(HEDGE_BETWEEN.0, HEDGE_BETWEEN.1);
         }
         let answered = ending.answered.unwrap_or(now);
-        if bytes == 0 || answered < ending.moved_at {
-            self.typical
-                .answered(answered - ending.began, bytes, now - answered, load, now);
-        }
+        let typical = self.typical.of_mut(class);
+        typical.answered(answered - ending.began, bytes, now - answered, load, now);
         self.samples = self.samples.saturating_add(1);
     }
 }

@@ -4,10 +4,18 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::permit::PerClass;
+
 /// Weight of a new sample.
 const WEIGHT: f64 = 0.3;
-/// What is older than this no longer counts.
-pub(super) const STALE: Duration = Duration::from_secs(10);
+/// A sample older than this no longer counts.
+const STALE: Duration = Duration::from_secs(10);
+
+/// Uploads of less say nothing of throughput: nearly all of their time is the server's. A lease has a hundred bytes.
+const UPLOAD_MIN: usize = 1 << 18;
+
+/// A PUT takes another time than a range of as many bytes.
+pub(super) type Estimates = PerClass<Estimate>;
 
 /// How long requests take, until the answer begins and for each byte of it; and how much was in flight at their endpoint
 /// then, which is what they shared its speed with.
@@ -30,16 +38,29 @@ impl Estimate {
         blend(&mut self.latency, latency.as_secs_f64(), weight);
         self.answered_at = Some(now);
         if bytes > 0 {
-            self.uploaded(bytes, time, load, now);
+            self.moved(bytes, time, load, now);
         }
     }
 
     /// `bytes` of an upload took `time`, answer included.
     pub fn uploaded(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
+        if bytes >= UPLOAD_MIN {
+            self.moved(bytes, time, load, now);
+        }
+    }
+
+    fn moved(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, each) = (self.weight(bytes, now), time.as_secs_f64() / bytes as f64);
         blend(&mut self.load, load, weight);
         blend(&mut self.seconds_per_byte, each, weight);
         self.moved_at = Some(now);
+    }
+
+    /// An upload of `bytes` was given up after `time` under `load`.
+    pub fn gave_up_upload(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
+        if bytes >= UPLOAD_MIN {
+            self.gave_up(bytes, time, load, now);
+        }
     }
 
     /// A request for `bytes` was given up after `time` under `load`: it would have taken at least that time.
@@ -118,12 +139,12 @@ mod tests {
         assert_eq!((estimate.seconds(0), estimate.seconds(1)), (None, None));
         estimate.answered(Duration::from_millis(10), 0, Duration::ZERO, 0.0, now);
         assert_eq!(estimate.seconds(1), None, "latency says nothing of throughput");
-        estimate.uploaded(1000, SECOND, 1000.0, now);
-        assert!(close(estimate.seconds(2000), 2.01));
+        estimate.uploaded(1_000_000, SECOND, 1000.0, now);
+        assert!(close(estimate.seconds(2_000_000), 2.01));
         for _ in 0..30 {
-            estimate.answered(Duration::from_millis(10), 1000, 3 * SECOND, 4000.0, now);
+            estimate.answered(Duration::from_millis(10), 1_000_000, 3 * SECOND, 4000.0, now);
         }
-        assert!(close(estimate.seconds(1000), 3.01));
+        assert!(close(estimate.seconds(1_000_000), 3.01));
         assert!(close(Some(estimate.loaded(8000.0)), 2.0));
     }
 
@@ -131,11 +152,11 @@ mod tests {
     fn a_request_that_was_given_up_can_only_make_it_slower() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
-        estimate.uploaded(1000, 2 * SECOND, 1000.0, now);
-        estimate.gave_up(1000, SECOND, 1000.0, now);
-        assert!(close(estimate.seconds(1000), 2.0));
-        estimate.gave_up(1000, 10 * SECOND, 1000.0, now);
-        assert!(estimate.seconds(1000).unwrap() > 4.0);
+        estimate.uploaded(1_000_000, 2 * SECOND, 1000.0, now);
+        estimate.gave_up(1_000_000, SECOND, 1000.0, now);
+        assert!(close(estimate.seconds(1_000_000), 2.0));
+        estimate.gave_up(1_000_000, 10 * SECOND, 1000.0, now);
+        assert!(estimate.seconds(1_000_000).unwrap() > 4.0);
     }
 
     #[test]
@@ -143,11 +164,11 @@ mod tests {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         assert!(estimate.is_stale(1, now));
-        estimate.uploaded(1000, 10 * SECOND, 1000.0, now);
+        estimate.uploaded(1_000_000, 10 * SECOND, 1000.0, now);
         let later = now + 2 * STALE;
         assert!(!estimate.is_stale(1, now) && estimate.is_stale(1, later));
-        estimate.uploaded(1000, SECOND, 1000.0, later);
-        assert!(close(estimate.seconds(1000), 1.0));
+        estimate.uploaded(1_000_000, SECOND, 1000.0, later);
+        assert!(close(estimate.seconds(1_000_000), 1.0));
         // Of bodies, also where requests without one come all the time.
         let answered =
             |estimate: &mut Estimate, at| estimate.answered(SECOND / 1000, 0, Duration::ZERO, 0.0, at);
@@ -155,7 +176,7 @@ mod tests {
         let later = later + 2 * STALE;
         answered(&mut estimate, later);
         assert!(!estimate.is_stale(0, later) && estimate.is_stale(1, later));
-        estimate.uploaded(1000, 5 * SECOND, 1000.0, later);
-        assert!(close(estimate.seconds(1000), 5.001));
+        estimate.uploaded(1_000_000, 5 * SECOND, 1000.0, later);
+        assert!(close(estimate.seconds(1_000_000), 5.001));
     }
 }

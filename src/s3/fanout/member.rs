@@ -9,8 +9,8 @@ use tokio::time::Instant;
 
 use super::breaker::EndpointBreaker;
 use super::endpoints::EndpointOptions;
-use super::estimate::{Estimate, STALE};
-use super::permit::{Loss, Outcome};
+use super::estimate::{Estimate, Estimates};
+use super::permit::{Class, Loss, Outcome, PerClass};
 use super::route::Start;
 use super::state::{EndpointState, Requests};
 use super::window::Window;
@@ -26,6 +26,8 @@ const NO_ANSWER: Duration = Duration::from_millis(250);
 const GROWTH: f64 = 0.5;
 /// With each refusal in a row an endpoint costs twice as much, up to so many times: it refuses faster than others answer.
 const REFUSALS: u32 = 6;
+/// So long: what all refuse, such as a prefix that is denied, must not leave everything to the first that answers otherwise.
+const REFUSED: Duration = Duration::from_secs(2);
 /// The power by which what is in flight counts beside that. The estimate knows of most of it: with more than this, an idle slow
 /// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
@@ -39,19 +41,44 @@ pub(super) struct Member<T> {
     pub payload: Arc<T>,
     pub breaker: EndpointBreaker,
     window: Window,
-    estimate: Estimate,
+    estimates: Estimates,
+    refusals: PerClass<Refusals>,
     in_flight_bytes: usize,
     carried: Carried,
     /// Requests in flight, by the number of the permit: the oldest is the first.
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
     denied_in_a_row: u64,
-    /// Ranges and uploads, by a status that another endpoint may not answer with; and the last time.
-    refused_in_a_row: u32,
-    refused_at: Instant,
+}
+
+/// Ranges or uploads that were answered with a status that another endpoint may not answer with.
+#[derive(Default)]
+struct Refusals {
+    in_a_row: u32,
+    last: Option<Instant>,
+}
+
+impl Refusals {
+    fn factor(&self, now: Instant) -> f64 {
+        let counts = self.last.is_some_and(|last| now - last <= REFUSED);
+        f64::from(1 << if counts { self.in_a_row.min(REFUSALS) } else { 0 })
+    }
+
+    fn answered(&mut self, status: u16, now: Instant) {
+        match status {
+            ..300 => *self = Self::default(),
+            // Answers about the object, not the endpoint.
+            304 | 404 | 408 | 409 | 412 | 416 => {}
+            _ => {
+                self.in_a_row = self.in_a_row.saturating_add(1);
+                self.last = Some(now);
+            }
+        }
+    }
 }
 
 struct Flight {
+    class: Class,
     since: Instant,
     /// The bytes that were carried by then.
     carried: f64,
@@ -67,6 +94,7 @@ struct Carried {
 
 /// A request whose answer came whole.
 pub(super) struct Took {
+    pub class: Class,
     pub bytes: usize,
     pub time: Duration,
     /// Mean bytes in flight at its endpoint, its own with them.
@@ -88,6 +116,11 @@ pub(super) struct Ending {
     pub moved: usize,
 }
 
+/// How many times as long a request is taken to take where so much is in flight.
+pub(super) fn grown(estimate: &Estimate, in_flight: f64) -> f64 {
+    estimate.loaded(in_flight).powf(GROWTH)
+}
+
 impl<T> Member<T> {
     pub fn new(address: SocketAddr, payload: T, options: &EndpointOptions, now: Instant) -> Self {
         Self {
@@ -95,7 +128,8 @@ impl<T> Member<T> {
             payload: Arc::new(payload),
             breaker: EndpointBreaker::new(options.breaker),
             window: Window::new(options.window, now),
-            estimate: Estimate::default(),
+            estimates: Estimates::default(),
+            refusals: PerClass::default(),
             in_flight_bytes: 0,
             carried: Carried {
                 byte_seconds: 0.0,
@@ -104,8 +138,6 @@ impl<T> Member<T> {
             flights: BTreeMap::new(),
             totals: Requests::default(),
             denied_in_a_row: 0,
-            refused_in_a_row: 0,
-            refused_at: now,
         }
     }
 
@@ -140,26 +172,32 @@ impl<T> Member<T> {
     ///
     /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
     /// and gets one request that shows whether it has.
-    pub fn cost(&self, bytes: usize, typical: &Estimate, now: Instant) -> f64 {
-        let forgotten = self.flights.is_empty() && self.estimate.is_stale(bytes, now);
-        let own = Some(&self.estimate).filter(|own| !forgotten && own.seconds(bytes).is_some());
-        let known = own.unwrap_or(typical);
+    pub fn cost(&self, class: Class, bytes: usize, typical: &Estimates, now: Instant) -> f64 {
+        let known = self.known(class, bytes, typical, now);
         let late = self.flights.first_key_value().map_or(1.0, |(_, oldest)| {
+            let known = self.known(oldest.class, oldest.bytes, typical, now);
             let expected = known.seconds(oldest.bytes).unwrap_or(1.0);
             let expected = expected * known.loaded(self.load_of(oldest, now)).max(1.0);
             ((now - oldest.since).as_secs_f64() / expected.max(1e-6)).max(1.0)
         });
-        let load = if bytes == 0 {
-            self.flights.len() as f64 + 1.0
-        } else {
-            let in_flight = (self.in_flight_bytes + bytes) as f64;
-            known.loaded(in_flight).powf(GROWTH) * (in_flight / bytes as f64).powf(LOAD)
-        };
-        let refusals = match now - self.refused_at > STALE {
-            true => 0,
-            false => self.refused_in_a_row.min(REFUSALS),
-        };
-        known.seconds(bytes).unwrap_or(1.0) * late * load * f64::from(1 << refusals)
+        let seconds = known.seconds(bytes).unwrap_or(1.0) * late;
+        if bytes == 0 {
+            return seconds * (self.flights.len() as f64 + 1.0);
+        }
+        let in_flight = (self.in_flight_bytes + bytes) as f64;
+        let load = grown(known, in_flight) * (in_flight / bytes as f64).powf(LOAD);
+        seconds * load * self.refusals.of(class).factor(now)
+    }
+
+    /// What is known of requests of this kind: here, or else of all endpoints.
+    fn known<'a>(&'a self, class: Class, bytes: usize, typical: &'a Estimates, now: Instant) -> &'a Estimate {
+        let own = self.estimates.of(class);
+        let is_alike = |flight: &Flight| flight.class == class && (flight.bytes > 0) == (bytes > 0);
+        let forgotten = own.is_stale(bytes, now) && !self.flights.values().any(is_alike);
+        match forgotten || own.seconds(bytes).is_none() {
+            true => typical.of(class),
+            false => own,
+        }
     }
 
     /// Mean bytes in flight here since a request was sent.
@@ -187,7 +225,7 @@ impl<T> Member<T> {
         self.carried.byte_seconds
     }
 
-    pub fn begin(&mut self, permit: u64, bytes: usize, start: Start, now: Instant) {
+    pub fn begin(&mut self, permit: u64, class: Class, bytes: usize, start: Start, now: Instant) {
         let probe = self.breaker.begin(now);
         if bytes > 0 {
             self.window.works(now);
@@ -195,6 +233,7 @@ impl<T> Member<T> {
         let carried = self.carry(now);
         self.in_flight_bytes += bytes;
         let flight = Flight {
+            class,
             since: now,
             carried,
             bytes,
@@ -221,7 +260,10 @@ impl<T> Member<T> {
     pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<Took> {
         self.totals.end(ending);
         let flight = self.flights.remove(&ending.permit)?;
-        let (load, Flight { bytes, probe, .. }) = (self.load_of(&flight, now), flight);
+        let load = self.load_of(&flight, now);
+        let Flight {
+            class, bytes, probe, ..
+        } = flight;
         self.carry(now);
         self.in_flight_bytes -= bytes;
         let patience = if ending.answered.is_some() {
@@ -233,10 +275,10 @@ impl<T> Member<T> {
         if let Some(Outcome::Answered { status }) = ending.outcome
             && bytes > 0
         {
-            self.body_answered(status, now);
+            self.refusals.of_mut(class).answered(status, now);
         }
         let took = match ending.outcome {
-            Some(Outcome::Answered { status }) => self.answered(ending, status, probe, load, now),
+            Some(Outcome::Answered { status }) => self.answered(ending, status, (class, probe), load, now),
             Some(Outcome::Lost(loss)) => {
                 if loss == Loss::Timeout {
                     self.window.shrink(now);
@@ -256,7 +298,11 @@ impl<T> Member<T> {
                     0 => whole,
                     moved => whole.mul_f64((bytes as f64 / moved as f64).max(1.0)),
                 };
-                self.estimate.gave_up(bytes, each, load, now);
+                let estimate = self.estimates.of_mut(class);
+                match class {
+                    Class::Load => estimate.gave_up(bytes, each, load, now),
+                    Class::Store => estimate.gave_up_upload(bytes, each, load, now),
+                }
                 match (silent, probe) {
                     (true, _) => self.breaker.failed(probe, now),
                     (false, true) => self.breaker.probe_given_up(now),
@@ -271,23 +317,11 @@ impl<T> Member<T> {
         took
     }
 
-    /// A range or an upload was answered with `status`. A HEAD may be refused everywhere, for a chunk that is not there.
-    fn body_answered(&mut self, status: u16, now: Instant) {
-        match status {
-            ..300 => self.refused_in_a_row = 0,
-            401 | 403 | 404 | 429 | 500.. => {
-                self.refused_in_a_row = self.refused_in_a_row.saturating_add(1);
-                self.refused_at = now;
-            }
-            _ => {}
-        }
-    }
-
     fn answered(
         &mut self,
         ending: &Ending,
         status: u16,
-        probe: bool,
+        (class, probe): (Class, bool),
         load: f64,
         now: Instant,
     ) -> Option<Took> {
@@ -311,18 +345,22 @@ impl<T> Member<T> {
             // An upload that was refused, maybe before its body was sent.
             return None;
         }
-        match first < ending.moved_at {
-            // An upload is through before its answer begins, and its time is all one.
-            false if moved > 0 => self.estimate.uploaded(moved, now - ending.began, load, now),
-            _ => self
-                .estimate
-                .answered(first - ending.began, moved, now - first, load, now),
+        let estimate = self.estimates.of_mut(class);
+        match class {
+            Class::Load => estimate.answered(first - ending.began, moved, now - first, load, now),
+            // It is through before its answer begins, and its time is all one.
+            Class::Store => estimate.uploaded(moved, now - ending.began, load, now),
         }
         if moved > 0 {
             self.window.came(moved, now);
         }
         let (bytes, time) = (moved, now - ending.began);
-        (status < 300).then_some(Took { bytes, time, load })
+        (status < 300).then_some(Took {
+            class,
+            bytes,
+            time,
+            load,
+        })
     }
 
     pub fn totals(&self) -> Requests {
@@ -336,7 +374,7 @@ impl<T> Member<T> {
             reason = "a positive rate"
         )]
         let bytes_per_second = self.window.throughput() as u64;
-        let latency = self.estimate.latency();
+        let latency = self.estimates.of(Class::Load).latency();
         EndpointState {
             address: self.address,
             breaker: self.breaker.phase(now),

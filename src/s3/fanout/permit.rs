@@ -9,11 +9,34 @@ use super::endpoints::Endpoints;
 use super::member::Ending;
 use super::route::Route;
 
-/// Requests that wait for room go by their class.
+/// Requests that wait for room go by their class. A store has a body, a load has none: it may be a HEAD.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     Load,
     Store,
+}
+
+/// One value for loads and one for stores.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct PerClass<V> {
+    load: V,
+    store: V,
+}
+
+impl<V> PerClass<V> {
+    pub fn of(&self, class: Class) -> &V {
+        match class {
+            Class::Load => &self.load,
+            Class::Store => &self.store,
+        }
+    }
+
+    pub fn of_mut(&mut self, class: Class) -> &mut V {
+        match class {
+            Class::Load => &mut self.load,
+            Class::Store => &mut self.store,
+        }
+    }
 }
 
 /// How a request ended, as far as it tells something of its endpoint.

@@ -448,6 +448,92 @@ async fn of_many_a_subset_is_used_and_the_next_takes_the_place_of_one_that_fails
     assert_eq!(used(&endpoints, 0, 1000).await, first);
 }
 
+/// They take nobody's room, so a lookup of many chunks must not lead its ranges to more endpoints.
+#[tokio::test(start_paused = true)]
+async fn heads_don_t_widen_a_subset() {
+    let endpoints = many();
+    for _ in 0..100 {
+        head(&endpoints, |_| SECOND / 100).await;
+    }
+    let asking = (0..200).map(|_| head(&endpoints, |_| SECOND / 100));
+    let mut at = futures::future::join_all(asking).await;
+    at.sort_unstable();
+    at.dedup();
+    assert_eq!(at.len(), OPTIONS.subset);
+}
+
+/// Of a request that moves `bytes` and takes so long.
+async fn moves(endpoints: &Endpoints<()>, class: Class, bytes: usize, takes: Duration) -> SocketAddr {
+    let mut permit = endpoints.permit(class, bytes, &Route::default()).await;
+    match class {
+        Class::Load => {
+            permit.answered(0);
+            sleep(takes).await;
+            permit.moved(bytes);
+        }
+        Class::Store => {
+            sleep(takes).await;
+            permit.answered(bytes);
+        }
+    }
+    let at = permit.address();
+    permit.end(Outcome::Answered { status: 200 });
+    at
+}
+
+/// A chunk that is stored whole is larger than a range, at every endpoint.
+#[tokio::test(start_paused = true)]
+async fn large_uploads_stay_in_the_subset() {
+    let endpoints = many();
+    for _ in 0..200 {
+        moves(&endpoints, Class::Load, MIB, SECOND / 100).await;
+    }
+    let mut at = Vec::new();
+    for _ in 0..200 {
+        at.push(moves(&endpoints, Class::Store, 20 * MIB, SECOND).await);
+    }
+    at.sort_unstable();
+    at.dedup();
+    assert!(at.len() <= OPTIONS.subset, "{}", at.len());
+}
+
+/// A lease or a list of keys takes as long as any request, for its few bytes.
+#[tokio::test(start_paused = true)]
+async fn small_uploads_say_nothing_of_throughput() {
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[0, 1].map(address), |_| ());
+    for _ in 0..8 {
+        moves(&endpoints, Class::Load, MIB, SECOND / 100).await;
+        moves(&endpoints, Class::Store, MIB, SECOND / 100).await;
+    }
+    let at = moves(&endpoints, Class::Store, 100, SECOND / 10).await;
+    for class in [Class::Load, Class::Store] {
+        let mut there = 0;
+        for _ in 0..40 {
+            there += usize::from(moves(&endpoints, class, MIB, SECOND / 100).await == at);
+        }
+        assert!(there > 4, "{class:?}: {there} of 40");
+    }
+}
+
+/// A quota is the bucket's, and loads go on.
+#[tokio::test(start_paused = true)]
+async fn uploads_that_are_refused_say_nothing_of_loads() {
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[0, 1].map(address), |_| ());
+    for _ in 0..8 {
+        moves(&endpoints, Class::Load, MIB, SECOND / 100).await;
+    }
+    let permit = endpoints.permit(Class::Store, MIB, &Route::default()).await;
+    let at = permit.address();
+    permit.end(Outcome::Answered { status: 403 });
+    let mut there = 0;
+    for _ in 0..40 {
+        there += usize::from(moves(&endpoints, Class::Load, MIB, SECOND / 100).await == at);
+    }
+    assert!(there > 4, "{there} of 40");
+}
+
 /// A busy one that works is better than an idle one that does not.
 #[tokio::test(start_paused = true)]
 async fn one_of_a_subset_that_is_slow_is_not_taken_because_it_is_idle() {
