@@ -3,7 +3,7 @@
 //! Of many endpoints each gateway would hear little: its estimates would be old, and each would have to fail for each gateway
 //! before all avoid it. So the endpoints are put in an order of the gateway's own (rendezvous hashing): one that comes or
 //! goes moves no other. The first of them that work are used, so the next takes the place of one that fails. Where all
-//! are busy, the next one joins, and leaves when it was not needed for a while.
+//! are busy or slow, the next one joins, and leaves when it was not needed for a while.
 
 use std::hash::{BuildHasher, Hash};
 use std::time::Duration;
