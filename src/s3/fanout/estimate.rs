@@ -12,7 +12,7 @@ const WEIGHT: f64 = 0.3;
 const STALE: Duration = Duration::from_secs(10);
 
 /// Uploads of less say nothing of throughput: nearly all of their time is the server's. A lease has a hundred bytes.
-const UPLOAD_MIN: usize = 1 << 18;
+pub(super) const UPLOAD_MIN: usize = 1 << 18;
 
 /// A PUT takes another time than a range of as many bytes.
 pub(super) type Estimates = PerClass<Estimate>;

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::breaker::EndpointBreaker;
 use super::endpoints::EndpointOptions;
-use super::estimate::{Estimate, Estimates};
+use super::estimate::{Estimate, Estimates, UPLOAD_MIN};
 use super::permit::{Class, Loss, Outcome, PerClass};
 use super::route::Start;
 use super::state::{EndpointState, Requests};
@@ -174,7 +174,9 @@ impl<T> Member<T> {
     /// and gets one request that shows whether it has.
     pub fn cost(&self, class: Class, bytes: usize, typical: &Estimates, now: Instant) -> f64 {
         let known = self.known(class, bytes, typical, now);
-        let late = self.flights.first_key_value().map_or(1.0, |(_, oldest)| {
+        let mut flights = self.flights.values();
+        let oldest = flights.find(|flight| flight.class == Class::Load || flight.bytes >= UPLOAD_MIN);
+        let late = oldest.map_or(1.0, |oldest| {
             let known = self.known(oldest.class, oldest.bytes, typical, now);
             let expected = known.seconds(oldest.bytes).unwrap_or(1.0);
             let expected = expected * known.loaded(self.load_of(oldest, now)).max(1.0);

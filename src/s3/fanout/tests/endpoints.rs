@@ -514,6 +514,16 @@ async fn small_uploads_say_nothing_of_throughput() {
         }
         assert!(there > 4, "{class:?}: {there} of 40");
     }
+    // Nor is its endpoint late while it is under way.
+    let _small = endpoints.permit(Class::Store, 100, &Route::default()).await;
+    sleep(SECOND / 10).await;
+    let range = async || endpoints.permit(Class::Load, MIB, &Route::default()).await;
+    let [one, other] = futures::future::join_all([range(), range()])
+        .await
+        .try_into()
+        .ok()
+        .unwrap();
+    assert_ne!(one.address(), other.address());
 }
 
 /// A quota is the bucket's, and loads go on.
