@@ -301,9 +301,12 @@ impl<T> Member<T> {
                     moved => whole.mul_f64((bytes as f64 / moved as f64).max(1.0)),
                 };
                 let estimate = self.estimates.of_mut(class);
+                // Given up at once, it would make a new endpoint look fast.
+                let tells = ending.moved > 0 || silent || estimate.seconds(bytes).is_some();
                 match class {
-                    Class::Load => estimate.gave_up(bytes, each, load, now),
-                    Class::Store => estimate.gave_up_upload(bytes, each, load, now),
+                    Class::Load if tells => estimate.gave_up(bytes, each, load, now),
+                    Class::Store if tells => estimate.gave_up_upload(bytes, each, load, now),
+                    _ => {}
                 }
                 match (silent, probe) {
                     (true, _) => self.breaker.failed(probe, now),
