@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::attempts::Hedge;
 use super::breaker::{BreakerOptions, BreakerPhase};
 use super::estimate::Estimates;
-use super::member::{Ending, Member, Took, grown};
+use super::member::{Ending, Member, Took};
 use super::permit::{Class, Permit};
 use super::queue::{PermitQueue, Waiter};
 use super::route::{Route, Start};
@@ -421,7 +421,7 @@ impl<T> Set<T> {
     fn is_poor(&self, choice: &Choice, class: Class, bytes: usize) -> bool {
         let typical = self.typical.of(class);
         // One that is larger than usual takes longer everywhere.
-        let larger = grown(typical, bytes as f64).max(1.0);
+        let larger = typical.grown(bytes as f64).max(1.0);
         choice.cost > POOR * larger * typical.seconds(bytes).unwrap_or(1.0)
     }
 
@@ -444,7 +444,7 @@ impl<T> Set<T> {
             load,
         } = took;
         if class == Class::Store {
-            self.typical.of_mut(class).uploaded(bytes, time, load, now);
+            self.typical.of_mut(class).moved(bytes, time, load, now);
             return;
         }
         if let Some(typical) = self.typical(bytes, load)

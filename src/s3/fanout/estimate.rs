@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::permit::PerClass;
+use super::permit::{Class, PerClass};
 
 /// Weight of a new sample.
 const WEIGHT: f64 = 0.3;
@@ -12,7 +12,15 @@ const WEIGHT: f64 = 0.3;
 const STALE: Duration = Duration::from_secs(10);
 
 /// Uploads of less say nothing of throughput: nearly all of their time is the server's. A lease has a hundred bytes.
-pub(super) const UPLOAD_MIN: usize = 1 << 18;
+const UPLOAD_MIN: usize = 1 << 18;
+/// The power by which time is taken to grow with what is in flight. Where an endpoint is saturated 1 would be right, where it is
+/// not, 0. With more than this, an idle one that hangs looks better than busy ones that work.
+const GROWTH: f64 = 0.5;
+
+/// Whether the time of such a request says something of its endpoint.
+pub(super) fn tells(class: Class, bytes: usize) -> bool {
+    class == Class::Load || bytes >= UPLOAD_MIN
+}
 
 /// A PUT takes another time than a range of as many bytes.
 pub(super) type Estimates = PerClass<Estimate>;
@@ -42,25 +50,12 @@ impl Estimate {
         }
     }
 
-    /// `bytes` of an upload took `time`, answer included.
-    pub fn uploaded(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
-        if bytes >= UPLOAD_MIN {
-            self.moved(bytes, time, load, now);
-        }
-    }
-
-    fn moved(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
+    /// `bytes` took `time`; of an upload, answer included.
+    pub fn moved(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, each) = (self.weight(bytes, now), time.as_secs_f64() / bytes as f64);
         blend(&mut self.load, load, weight);
         blend(&mut self.seconds_per_byte, each, weight);
         self.moved_at = Some(now);
-    }
-
-    /// An upload of `bytes` was given up after `time` under `load`.
-    pub fn gave_up_upload(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
-        if bytes >= UPLOAD_MIN {
-            self.gave_up(bytes, time, load, now);
-        }
     }
 
     /// A request for `bytes` was given up after `time` under `load`: it would have taken at least that time.
@@ -102,6 +97,11 @@ impl Estimate {
             .map_or(1.0, |usual| load / usual)
     }
 
+    /// How many times as long as usual a request is taken to take there, with `load` bytes in flight.
+    pub fn grown(&self, load: f64) -> f64 {
+        self.loaded(load).powf(GROWTH)
+    }
+
     /// The time until an answer begins.
     pub fn latency(&self) -> Option<Duration> {
         self.latency.map(Duration::from_secs_f64)
@@ -139,12 +139,12 @@ mod tests {
         assert_eq!((estimate.seconds(0), estimate.seconds(1)), (None, None));
         estimate.answered(Duration::from_millis(10), 0, Duration::ZERO, 0.0, now);
         assert_eq!(estimate.seconds(1), None, "latency says nothing of throughput");
-        estimate.uploaded(1_000_000, SECOND, 1000.0, now);
-        assert!(close(estimate.seconds(2_000_000), 2.01));
+        estimate.moved(1000, SECOND, 1000.0, now);
+        assert!(close(estimate.seconds(2000), 2.01));
         for _ in 0..30 {
-            estimate.answered(Duration::from_millis(10), 1_000_000, 3 * SECOND, 4000.0, now);
+            estimate.answered(Duration::from_millis(10), 1000, 3 * SECOND, 4000.0, now);
         }
-        assert!(close(estimate.seconds(1_000_000), 3.01));
+        assert!(close(estimate.seconds(1000), 3.01));
         assert!(close(Some(estimate.loaded(8000.0)), 2.0));
     }
 
@@ -152,11 +152,11 @@ mod tests {
     fn a_request_that_was_given_up_can_only_make_it_slower() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
-        estimate.uploaded(1_000_000, 2 * SECOND, 1000.0, now);
-        estimate.gave_up(1_000_000, SECOND, 1000.0, now);
-        assert!(close(estimate.seconds(1_000_000), 2.0));
-        estimate.gave_up(1_000_000, 10 * SECOND, 1000.0, now);
-        assert!(estimate.seconds(1_000_000).unwrap() > 4.0);
+        estimate.moved(1000, 2 * SECOND, 1000.0, now);
+        estimate.gave_up(1000, SECOND, 1000.0, now);
+        assert!(close(estimate.seconds(1000), 2.0));
+        estimate.gave_up(1000, 10 * SECOND, 1000.0, now);
+        assert!(estimate.seconds(1000).unwrap() > 4.0);
     }
 
     #[test]
@@ -164,11 +164,11 @@ mod tests {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         assert!(estimate.is_stale(1, now));
-        estimate.uploaded(1_000_000, 10 * SECOND, 1000.0, now);
+        estimate.moved(1000, 10 * SECOND, 1000.0, now);
         let later = now + 2 * STALE;
         assert!(!estimate.is_stale(1, now) && estimate.is_stale(1, later));
-        estimate.uploaded(1_000_000, SECOND, 1000.0, later);
-        assert!(close(estimate.seconds(1_000_000), 1.0));
+        estimate.moved(1000, SECOND, 1000.0, later);
+        assert!(close(estimate.seconds(1000), 1.0));
         // Of bodies, also where requests without one come all the time.
         let answered =
             |estimate: &mut Estimate, at| estimate.answered(SECOND / 1000, 0, Duration::ZERO, 0.0, at);
@@ -176,7 +176,7 @@ mod tests {
         let later = later + 2 * STALE;
         answered(&mut estimate, later);
         assert!(!estimate.is_stale(0, later) && estimate.is_stale(1, later));
-        estimate.uploaded(1_000_000, 5 * SECOND, 1000.0, later);
-        assert!(close(estimate.seconds(1_000_000), 5.001));
+        estimate.moved(1000, 5 * SECOND, 1000.0, later);
+        assert!(close(estimate.seconds(1000), 5.001));
     }
 }

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::breaker::EndpointBreaker;
 use super::endpoints::EndpointOptions;
-use super::estimate::{Estimate, Estimates, UPLOAD_MIN};
+use super::estimate::{Estimate, Estimates, tells};
 use super::permit::{Class, Loss, Outcome, PerClass};
 use super::route::Start;
 use super::state::{EndpointState, Requests};
@@ -21,9 +21,6 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// [`SILENCE`], and the next would go there again.
 const NO_ANSWER: Duration = Duration::from_millis(250);
 
-/// The power by which time is taken to grow with what is in flight. Where an endpoint is saturated 1 would be right, where it is
-/// not, 0. With more than this, an idle one that hangs looks better than busy ones that work.
-const GROWTH: f64 = 0.5;
 /// With each refusal in a row an endpoint costs twice as much, up to so many times: it refuses faster than others answer.
 const REFUSALS: u32 = 6;
 /// So long: what all refuse, such as a prefix that is denied, must not leave everything to the first that answers otherwise.
@@ -116,11 +113,6 @@ pub(super) struct Ending {
     pub moved: usize,
 }
 
-/// How many times as long a request is taken to take where so much is in flight.
-pub(super) fn grown(estimate: &Estimate, in_flight: f64) -> f64 {
-    estimate.loaded(in_flight).powf(GROWTH)
-}
-
 impl<T> Member<T> {
     pub fn new(address: SocketAddr, payload: T, options: &EndpointOptions, now: Instant) -> Self {
         Self {
@@ -175,7 +167,7 @@ impl<T> Member<T> {
     pub fn cost(&self, class: Class, bytes: usize, typical: &Estimates, now: Instant) -> f64 {
         let known = self.known(class, bytes, typical, now);
         let mut flights = self.flights.values();
-        let oldest = flights.find(|flight| flight.class == Class::Load || flight.bytes >= UPLOAD_MIN);
+        let oldest = flights.find(|flight| tells(flight.class, flight.bytes));
         let late = oldest.map_or(1.0, |oldest| {
             let known = self.known(oldest.class, oldest.bytes, typical, now);
             let expected = known.seconds(oldest.bytes).unwrap_or(1.0);
@@ -187,7 +179,7 @@ impl<T> Member<T> {
             return seconds * (self.flights.len() as f64 + 1.0);
         }
         let in_flight = (self.in_flight_bytes + bytes) as f64;
-        let load = grown(known, in_flight) * (in_flight / bytes as f64).powf(LOAD);
+        let load = known.grown(in_flight) * (in_flight / bytes as f64).powf(LOAD);
         seconds * load * self.refusals.of(class).factor(now)
     }
 
@@ -302,11 +294,9 @@ impl<T> Member<T> {
                 };
                 let estimate = self.estimates.of_mut(class);
                 // Given up at once, it would make a new endpoint look fast.
-                let tells = ending.moved > 0 || silent || estimate.seconds(bytes).is_some();
-                match class {
-                    Class::Load if tells => estimate.gave_up(bytes, each, load, now),
-                    Class::Store if tells => estimate.gave_up_upload(bytes, each, load, now),
-                    _ => {}
+                let is_known = ending.moved > 0 || silent || estimate.seconds(bytes).is_some();
+                if is_known && tells(class, bytes) {
+                    estimate.gave_up(bytes, each, load, now);
                 }
                 match (silent, probe) {
                     (true, _) => self.breaker.failed(probe, now),
@@ -346,15 +336,15 @@ impl<T> Member<T> {
         self.breaker.succeeded();
         let first = ending.answered.unwrap_or(now);
         let moved = ending.moved;
-        if status >= 300 && moved > 0 {
-            // An upload that was refused, maybe before its body was sent.
+        // An upload may be refused before its body is sent.
+        if !tells(class, moved) || (status >= 300 && moved > 0) {
             return None;
         }
         let estimate = self.estimates.of_mut(class);
         match class {
             Class::Load => estimate.answered(first - ending.began, moved, now - first, load, now),
             // It is through before its answer begins, and its time is all one.
-            Class::Store => estimate.uploaded(moved, now - ending.began, load, now),
+            Class::Store => estimate.moved(moved, now - ending.began, load, now),
         }
         if moved > 0 {
             self.window.came(moved, now);
