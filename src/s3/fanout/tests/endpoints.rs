@@ -46,10 +46,8 @@ async fn totals_keep_addresses_that_left() {
 /// How `parts` of 4 MiB are dealt to endpoints of so many MiB a second, which share that among what is under way; after
 /// some rounds to learn, over some more.
 async fn dealt<const N: usize>(speeds: [usize; N], parts: usize) -> Vec<[usize; N]> {
-    fastrand::seed(7);
-    let endpoints = Endpoints::new(OPTIONS);
-    let numbers = array::from_fn(|number| number);
-    endpoints.update(&numbers.map(address), |_| ());
+    let endpoints = unseen(N);
+    let numbers: [usize; N] = array::from_fn(|number| number);
     let mut rounds = Vec::new();
     for _ in 0..60 {
         let permit = |_| {
@@ -169,92 +167,6 @@ async fn one_that_recovers_is_used_again() {
     }
 }
 
-/// Where a HEAD goes whose answer takes so long.
-async fn head(endpoints: &Endpoints<()>, takes: impl Fn(SocketAddr) -> Duration) -> SocketAddr {
-    let mut permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
-    let at = permit.address();
-    sleep(takes(at)).await;
-    permit.answered(0);
-    permit.end(Outcome::Answered { status: 200 });
-    at
-}
-
-/// How many of a thousand HEADs go to each of twelve.
-async fn heads(takes: impl Fn(SocketAddr) -> Duration) -> [usize; 12] {
-    fastrand::seed(7);
-    let endpoints = Endpoints::new(OPTIONS);
-    let numbers = array::from_fn(|number| number);
-    endpoints.update(&numbers.map(address), |_| ());
-    let mut at = Vec::new();
-    for _ in 0..1000 {
-        at.push(head(&endpoints, &takes).await);
-    }
-    numbers.map(|number| at.iter().filter(|at| **at == address(number)).count())
-}
-
-/// Many gateways ask; they must not all go to the same one.
-#[tokio::test(start_paused = true)]
-async fn heads_go_to_all_that_are_not_slow() {
-    let takes = |fast: u64, at| Duration::from_millis(if at == address(3) { fast } else { 10 });
-    let to = heads(|at| takes(5, at)).await;
-    assert!(
-        (110..200).contains(&to[3]) && to.iter().all(|&to| to > 40),
-        "{to:?}"
-    );
-    let slow = heads(|at| takes(100, at)).await;
-    assert!(slow[3] < 10, "{slow:?}");
-    // Two of them are drawn together now and then.
-    let slow = heads(|at| Duration::from_millis(if at < address(2) { 100 } else { 10 })).await;
-    assert!(slow[0] + slow[1] < 20, "{slow:?}");
-}
-
-/// It answers faster than the others send.
-#[tokio::test(start_paused = true)]
-async fn one_that_denies_gets_no_more_than_others() {
-    let mut script = [Does::Serve(40); 12];
-    script[5] = Does::Deny;
-    let fleet = Fleet::new(&script);
-    let attempts = attempts(POLICY);
-    let turns = Arc::new(tokio::sync::Semaphore::new(24));
-    let loads = (0..600).map(async |_| {
-        let _turn = turns.acquire().await.unwrap();
-        fleet.load(&attempts, 4 * MIB).await
-    });
-    let ended = futures::future::join_all(loads).await;
-    let denied = ended
-        .iter()
-        .filter(|ended| **ended == Err(Failed::Denied))
-        .count();
-    assert!((1..=50).contains(&denied), "{denied} of 600");
-}
-
-/// Its answer may come before the body is sent, and then all of it would count as moved.
-#[tokio::test(start_paused = true)]
-async fn an_upload_that_was_refused_says_nothing_of_speed() {
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0, 1].map(address), |_| ());
-    let upload = async |takes, status| {
-        let mut permit = endpoints.permit(Class::Store, MIB, &Route::default()).await;
-        sleep(takes).await;
-        permit.answered(MIB);
-        permit.end(Outcome::Answered { status });
-    };
-    for _ in 0..8 {
-        upload(SECOND, 200).await;
-    }
-    for _ in 0..20 {
-        upload(SECOND / 1000, 412).await;
-    }
-    assert!(both_are_used(&endpoints, Class::Store).await);
-}
-
-/// Of two endpoints, by two requests at the same time.
-async fn both_are_used(endpoints: &Endpoints<()>, class: Class) -> bool {
-    let request = async || endpoints.permit(class, MIB, &Route::default()).await;
-    let (one, other) = (request().await, request().await);
-    one.address() != other.address()
-}
-
 #[tokio::test(start_paused = true)]
 async fn one_that_refuses_is_left_alone_and_comes_back() {
     let fleet = Fleet::new(&EVEN);
@@ -289,9 +201,7 @@ async fn where_all_fail_they_are_tried_all_the_same() {
 /// What they have in common has failed, such as the network. The first that works again does not get everything.
 #[tokio::test(start_paused = true)]
 async fn once_one_works_again_after_all_had_failed_all_are_tried() {
-    fastrand::seed(7);
-    let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
-    endpoints.update(&(0..20).map(address).collect::<Vec<_>>(), |_| ());
+    let endpoints = unseen(20);
     let request = async |outcome| {
         let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
         let at = permit.address();
@@ -324,8 +234,7 @@ async fn an_overloaded_one_gets_a_smaller_window() {
 
 #[tokio::test(start_paused = true)]
 async fn windows_grow_where_nobody_ever_waits_for_room() {
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0, 1, 2, 3].map(address), |_| ());
+    let endpoints = unseen(4);
     let at_first = endpoints.window_bytes();
     for _ in 0..100 {
         // As loads do it: no more than all windows together.
@@ -350,8 +259,7 @@ async fn windows_grow_where_nobody_ever_waits_for_room() {
 
 #[tokio::test(start_paused = true)]
 async fn a_hedge_has_room_where_all_windows_are_full() {
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0, 1].map(address), |_| ());
+    let endpoints = unseen(2);
     let route = Route::default();
     let permit = |route: &Route| {
         endpoints
@@ -401,191 +309,6 @@ async fn a_request_before_the_first_address_waits_for_it() {
     assert!((&mut head).now_or_never().is_none());
     fleet.endpoints.update(&[address(0)], |_| ());
     assert_eq!(head.await.address(), address(0));
-}
-
-/// Of 40 endpoints, those that a gateway uses.
-async fn used(endpoints: &Endpoints<()>, bytes: usize, requests: usize) -> Vec<SocketAddr> {
-    let mut used = Vec::new();
-    for _ in 0..requests {
-        let permit = endpoints.permit(Class::Load, bytes, &Route::default()).await;
-        used.push(permit.address());
-        permit.end(Outcome::Answered { status: 200 });
-    }
-    used.sort_unstable();
-    used.dedup();
-    used
-}
-
-fn many() -> Endpoints<()> {
-    fastrand::seed(7);
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&(0..40).map(address).collect::<Vec<_>>(), |_| ());
-    endpoints
-}
-
-#[tokio::test(start_paused = true)]
-async fn of_many_a_subset_is_used_and_the_next_takes_the_place_of_one_that_fails() {
-    let endpoints = many();
-    let first = used(&endpoints, 0, 1000).await;
-    assert_eq!(first.len(), OPTIONS.subset);
-    // The fleet loses one that is used.
-    let dead = first[3];
-    while endpoints
-        .states()
-        .iter()
-        .any(|state| state.address == dead && state.breaker == BreakerPhase::Closed)
-    {
-        let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
-        let outcome = match permit.address() == dead {
-            true => Outcome::Lost(Loss::Connection),
-            false => Outcome::Answered { status: 200 },
-        };
-        permit.end(outcome);
-    }
-    let then = used(&endpoints, 0, 1000).await;
-    assert_eq!(then.len(), OPTIONS.subset);
-    let new: Vec<_> = then.iter().filter(|address| !first.contains(address)).collect();
-    assert_eq!((new.len(), then.contains(&dead)), (1, false));
-    // It comes back, and so do the first.
-    sleep(OPTIONS.breaker.open).await;
-    assert_eq!(used(&endpoints, 0, 1000).await, first);
-}
-
-/// They take nobody's room, so a lookup of many chunks must not lead its ranges to more endpoints.
-#[tokio::test(start_paused = true)]
-async fn heads_don_t_widen_a_subset() {
-    let endpoints = many();
-    for _ in 0..100 {
-        head(&endpoints, |_| SECOND / 100).await;
-    }
-    let asking = (0..200).map(|_| head(&endpoints, |_| SECOND / 100));
-    let mut at = futures::future::join_all(asking).await;
-    at.sort_unstable();
-    at.dedup();
-    assert_eq!(at.len(), OPTIONS.subset);
-}
-
-/// Where a request goes that moves `bytes` and takes so long.
-async fn moves(endpoints: &Endpoints<()>, class: Class, bytes: usize, takes: Duration) -> SocketAddr {
-    let mut permit = endpoints.permit(class, bytes, &Route::default()).await;
-    match class {
-        Class::Load => {
-            permit.answered(0);
-            sleep(takes).await;
-            permit.moved(bytes);
-        }
-        Class::Store => {
-            sleep(takes).await;
-            permit.answered(bytes);
-        }
-    }
-    let at = permit.address();
-    permit.end(Outcome::Answered { status: 200 });
-    at
-}
-
-/// Of a chunk that is larger than others, at every endpoint.
-#[tokio::test(start_paused = true)]
-async fn large_uploads_stay_in_the_subset() {
-    let endpoints = many();
-    for _ in 0..200 {
-        moves(&endpoints, Class::Store, 2 * MIB, SECOND / 10).await;
-    }
-    let mut at = Vec::new();
-    for _ in 0..200 {
-        at.push(moves(&endpoints, Class::Store, 20 * MIB, SECOND).await);
-    }
-    at.sort_unstable();
-    at.dedup();
-    assert!(at.len() <= OPTIONS.subset, "{}", at.len());
-}
-
-/// A lease or a list of keys takes as long as any request, for its few bytes.
-#[tokio::test(start_paused = true)]
-async fn small_uploads_say_nothing_of_throughput() {
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0, 1].map(address), |_| ());
-    for _ in 0..8 {
-        moves(&endpoints, Class::Load, MIB, SECOND / 100).await;
-        moves(&endpoints, Class::Store, MIB, SECOND / 100).await;
-    }
-    for _ in 0..4 {
-        moves(&endpoints, Class::Store, 100, SECOND / 10).await;
-    }
-    assert!(both_are_used(&endpoints, Class::Load).await);
-    assert!(both_are_used(&endpoints, Class::Store).await);
-    // Nor is its endpoint late while it is under way.
-    let _small = endpoints.permit(Class::Store, 100, &Route::default()).await;
-    sleep(SECOND / 10).await;
-    assert!(both_are_used(&endpoints, Class::Load).await);
-}
-
-/// A load that ends early gives up its ranges.
-#[tokio::test(start_paused = true)]
-async fn what_was_given_up_at_once_makes_no_endpoint_look_fast() {
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0].map(address), |_| ());
-    for _ in 0..8 {
-        moves(&endpoints, Class::Load, MIB, SECOND / 100).await;
-    }
-    endpoints.update(&[0, 1].map(address), |_| ());
-    for _ in 0..3 {
-        assert!(both_are_used(&endpoints, Class::Load).await);
-    }
-}
-
-/// A quota is the bucket's, and loads go on.
-#[tokio::test(start_paused = true)]
-async fn uploads_that_are_refused_say_nothing_of_loads() {
-    let endpoints = Endpoints::new(OPTIONS);
-    endpoints.update(&[0, 1].map(address), |_| ());
-    for _ in 0..8 {
-        moves(&endpoints, Class::Load, MIB, SECOND / 100).await;
-    }
-    for _ in 0..8 {
-        let permit = endpoints.permit(Class::Store, MIB, &Route::default()).await;
-        permit.end(Outcome::Answered { status: 403 });
-    }
-    assert!(both_are_used(&endpoints, Class::Load).await);
-}
-
-/// A busy one that works is better than an idle one that does not.
-#[tokio::test(start_paused = true)]
-async fn one_of_a_subset_that_is_slow_is_not_taken_because_it_is_idle() {
-    let endpoints = many();
-    let range = async || endpoints.permit(Class::Load, MIB, &Route::default()).await;
-    let permits = futures::future::join_all((0..OPTIONS.subset).map(|_| range())).await;
-    let slow = permits[0].address();
-    for mut permit in permits.into_iter().rev() {
-        permit.answered(0);
-        sleep(SECOND / if permit.address() == slow { 1 } else { 1000 }).await;
-        permit.moved(MIB);
-        permit.end(Outcome::Answered { status: 206 });
-    }
-    let permits = futures::future::join_all((0..3 * OPTIONS.subset).map(|_| range())).await;
-    assert!(permits.iter().all(|permit| permit.address() != slow));
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_subset_without_room_widens_and_narrows_again() {
-    let endpoints = many();
-    let all = OPTIONS.window.start;
-    let mut permits = Vec::new();
-    for _ in 0..30 {
-        let route = Route::default();
-        let permit = endpoints.permit(Class::Load, all, &route).now_or_never();
-        permits.push(permit.expect("another has room"));
-    }
-    let mut at: Vec<_> = permits.iter().map(Permit::address).collect();
-    at.sort_unstable();
-    at.dedup();
-    assert_eq!(at.len(), 30, "each is full");
-    permits
-        .into_iter()
-        .for_each(|permit| permit.end(Outcome::Answered { status: 200 }));
-    assert!(used(&endpoints, 0, 2000).await.len() >= 30);
-    sleep(60 * SECOND).await;
-    assert_eq!(used(&endpoints, 0, 1000).await.len(), OPTIONS.subset);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,9 @@
 //! Simulated endpoints for the tests, under a paused clock.
 
 mod attempts;
+mod cost;
 mod endpoints;
+mod subset;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -240,4 +242,48 @@ impl Fleet {
 
 fn attempts(policy: AttemptPolicy) -> Arc<Attempts> {
     Arc::new(Attempts::new(policy))
+}
+
+/// So many endpoints of which nothing is known.
+fn unseen(count: usize) -> Endpoints<()> {
+    fastrand::seed(7);
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&(0..count).map(address).collect::<Vec<_>>(), |_| ());
+    endpoints
+}
+
+/// Where a HEAD goes whose answer takes so long.
+async fn head(endpoints: &Endpoints<()>, takes: impl Fn(SocketAddr) -> Duration) -> SocketAddr {
+    let mut permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+    let at = permit.address();
+    sleep(takes(at)).await;
+    permit.answered(0);
+    permit.end(Outcome::Answered { status: 200 });
+    at
+}
+
+/// Where a request goes that moves `bytes` and takes so long.
+async fn moves(endpoints: &Endpoints<()>, class: Class, bytes: usize, takes: Duration) -> SocketAddr {
+    let mut permit = endpoints.permit(class, bytes, &Route::default()).await;
+    match class {
+        Class::Load => {
+            permit.answered(0);
+            sleep(takes).await;
+            permit.moved(bytes);
+        }
+        Class::Store => {
+            sleep(takes).await;
+            permit.answered(bytes);
+        }
+    }
+    let at = permit.address();
+    permit.end(Outcome::Answered { status: 200 });
+    at
+}
+
+/// Of two endpoints, by two requests at the same time.
+async fn both_are_used(endpoints: &Endpoints<()>, class: Class) -> bool {
+    let request = async || endpoints.permit(class, MIB, &Route::default()).await;
+    let (one, other) = (request().await, request().await);
+    one.address() != other.address()
 }
