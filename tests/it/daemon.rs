@@ -824,6 +824,34 @@ async fn an_address_comes_back_although_no_engine_asks_for_anything() {
     eventually(|| all_are(true)).await;
 }
 
+/// The engine got no answer, and computed what S3 has. Flush promises that S3 has it, so each chunk is asked for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_an_outage_no_body_is_sent_that_s3_has() {
+    let mut site = Site::new().await;
+    let mut prompt = Prompt::new(12);
+    let new = prompt.hashes.pop().unwrap();
+    site.store_by_another(&prompt, &[]).await;
+    prompt.hashes.push(new);
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let puts = || serving.node.gateway().requests().put;
+    let before = puts();
+    let engine = serving.attach("one").await;
+    site.stop_s3().await;
+    let look = serving
+        .client
+        .lookup_space(&prompt.space, &prompt.hashes, "deadline_ms=500");
+    assert_eq!(look.await.unwrap().unknown.count(), 12);
+    assert_eq!(store(&serving.client, &engine, &prompt).await, ["stored"; 12]);
+    site.start_s3().await;
+    serving.flush().await;
+    let behind = serving.node.status().tiers.write_behind;
+    assert_eq!((behind.present, behind.stored, behind.dropped), (11, 1, 0));
+    assert_eq!(puts() - before, 2, "space.json, and the one that S3 lacked");
+    drop(engine);
+    serving.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn keys_that_s3_refuses_are_told_as_such() {
     let site = Site::new().await;

@@ -24,6 +24,9 @@ use crate::support::fixture::{
 
 type Hook = Box<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
+/// Calls of these operations fail with this.
+type Failing = (fn(Operation) -> bool, ErrorKind);
+
 /// A store with something done to its calls.
 pub struct Hooked {
     inner: Arc<dyn ObjectStore>,
@@ -36,8 +39,7 @@ pub struct Hooked {
     flips: AtomicUsize,
     /// Attempts at a GET that deliver junk, but for the last byte, and break off; others follow.
     breaks: AtomicUsize,
-    /// Calls that fail with this, as long as it is set.
-    failing: Mutex<Option<ErrorKind>>,
+    failing: Mutex<Option<Failing>>,
     fail_next: AtomicUsize,
     delay: Duration,
     entered: Arc<AtomicUsize>,
@@ -101,15 +103,23 @@ impl Hooked {
     }
 
     pub fn fail(&self, kind: Option<ErrorKind>) {
-        *self.failing.lock().unwrap() = kind;
+        let every = |_| true;
+        *self.failing.lock().unwrap() = kind.map(|kind| -> Failing { (every, kind) });
+    }
+
+    fn fail_questions(&self, kind: ErrorKind) {
+        let questions = |of| matches!(of, Operation::Head | Operation::Attributes);
+        *self.failing.lock().unwrap() = Some((questions, kind));
     }
 
     async fn enter(&self, operation: Operation, key: &str) -> Result<(), ObjectError> {
         self.entered.fetch_add(1, Ordering::SeqCst);
         tokio::time::sleep(self.delay).await;
+        let failing = *self.failing.lock().unwrap();
+        let failing = failing.filter(|(fails, _)| fails(operation));
         let kind = spend(&self.fail_next)
             .then_some(ErrorKind::Unavailable)
-            .or(*self.failing.lock().unwrap());
+            .or(failing.map(|(_, kind)| kind));
         kind.map_or(Ok(()), |kind| {
             Err(ObjectError::new(operation, key, kind, "injected"))
         })
@@ -361,6 +371,79 @@ async fn a_failed_store_is_not_present() {
         StoreOutcome::Stored
     ));
     arena_empties(&gateway).await;
+}
+
+/// After an outage an engine stores prompts that S3 has. The bodies were sent, all together, to be refused.
+#[tokio::test]
+async fn what_a_lookup_got_no_answer_for_is_asked_for_before_it_is_stored() {
+    let (_server, site, prompt) = stored(5).await;
+    let state = Space::from_json(
+        r#"{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "kind": "state",
+            "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#,
+    )
+    .unwrap();
+    let snapshots = Prompt {
+        space: state.clone(),
+        ..prompt.clone()
+    };
+    store_chunk(&site.gateway(), &snapshots, 4).await;
+    let mut longer = Prompt::new(3);
+    longer.hashes.splice(..0, prompt.hashes.iter().copied());
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let spaces = [prompt.space.clone(), state];
+    let kinds = Kinds {
+        spaces: &spaces,
+        drafts: &[],
+        state_every: 0,
+        lookahead: 0,
+    };
+    for of_kinds in [false, true] {
+        let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+        flaky.fail(Some(ErrorKind::Connect));
+        if of_kinds {
+            let found = gateway
+                .boundary(kinds, &longer.hashes, Strategy::Prefix, soon())
+                .await;
+            assert!(found.is_open);
+        } else {
+            lookup(&gateway, &longer, Strategy::Prefix).await;
+        }
+        flaky.fail(None);
+        let puts = gateway.requests().put;
+        let stores = (0..5).map(|i| store_chunk(&gateway, &longer, i));
+        let stored = futures::future::join_all(stores).await;
+        assert!(
+            stored
+                .iter()
+                .all(|stored| matches!(stored, StoreOutcome::Present)),
+            "{stored:?}"
+        );
+        if of_kinds {
+            let snapshot = store_chunk(&gateway, &snapshots, 4).await;
+            assert!(matches!(snapshot, StoreOutcome::Present));
+        }
+        assert_eq!(gateway.requests().put, puts, "no body was sent");
+        // What S3 lacks is stored all the same.
+        let new = store_chunk(&gateway, &longer, if of_kinds { 6 } else { 5 }).await;
+        assert!(matches!(new, StoreOutcome::Stored), "{new:?}");
+        arena_empties(&gateway).await;
+    }
+}
+
+/// Some may store and not look: AWS denies HEAD of what is not there to those who may not list.
+#[tokio::test]
+async fn where_nobody_may_ask_chunks_are_stored_all_the_same() {
+    let (_server, site, _) = stored(1).await;
+    let prompt = Prompt::new(1);
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+    for (kind, is_stored) in [(ErrorKind::Unavailable, false), (ErrorKind::Denied, true)] {
+        flaky.fail_questions(kind);
+        let found = lookup(&gateway, &prompt, Strategy::Prefix).await;
+        assert_eq!(found.unknown.count(), 1);
+        let stored = store_chunk(&gateway, &prompt, 0).await;
+        assert_eq!(matches!(stored, StoreOutcome::Stored), is_stored, "{stored:?}");
+    }
 }
 
 #[tokio::test]

@@ -113,6 +113,12 @@ pub async fn boundary(
         }
     }
     tiers.looked_up(chunks, at);
+    if is_open {
+        // An engine computes them for all kinds.
+        for space in kinds.spaces.iter().chain(kinds.drafts) {
+            tiers.bucket.unanswered.add(space.key(), &chunks[at..]);
+        }
+    }
     for space in kinds.spaces {
         tiers.bucket.refresh.used(space, &chunks[space.needed(at)]);
     }

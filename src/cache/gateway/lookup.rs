@@ -45,6 +45,11 @@ pub async fn lookup(
 ) -> Lookup {
     let (lookup, _) = look(tiers, space, chunks, strategy, deadline).await;
     tiers.looked_up(chunks, lookup.prefix);
+    if lookup.unknown.count() > 0 {
+        let unknown = (0..chunks.len()).filter(|&i| lookup.unknown.get(i));
+        let unanswered = &tiers.bucket.unanswered;
+        unanswered.add(space.key(), unknown.map(|i| &chunks[i]));
+    }
     if space.kind().is_full() {
         tiers.bucket.refresh.used(space, &chunks[..lookup.prefix]);
     } else {

@@ -82,6 +82,11 @@ impl EndpointBreaker {
         }
     }
 
+    /// How often in a row it opened.
+    pub fn opened(&self) -> u32 {
+        self.opened
+    }
+
     /// A request is sent. Answers whether it is the probe.
     pub fn begin(&mut self, now: Instant) -> bool {
         let probe = matches!(self.state, State::Open { until } if now >= until);

@@ -312,7 +312,7 @@ impl<T> Endpoints<T> {
 
 impl<T> Set<T> {
     /// The [best](Self::best) of the subset that has room; not one that this call has taken, if there is another that
-    /// works. Where all of the subset are full, busy or poor, it widens. With all breakers open, the one that opens again first.
+    /// works. Where all of the subset are full, busy or poor, it widens. With all breakers open, one of those that [failed least](Self::least_failed).
     fn choose(&mut self, class: Class, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let place = |best: Option<Choice>| best.map(|best| best.at);
@@ -350,11 +350,22 @@ impl<T> Set<T> {
                 works(member) && member.has_room(bytes)
             }))
         } else {
-            let opens = |at: &usize| self.members[*at].breaker.opens_again();
-            // Endpoints whose probe is under way have no time, and come first.
-            let room = |at: &usize| self.members[*at].has_room(bytes);
-            (0..self.members.len()).filter(room).min_by_key(opens)
+            self.least_failed(bytes, &taken)
         }
+    }
+
+    /// Any of those that failed about as seldom as the best of them, for the case that none works. By chance: what waits while
+    /// all are gone comes together when they are back.
+    fn least_failed(&self, bytes: usize, taken: &[SocketAddr]) -> Option<usize> {
+        let opened = |at: usize| self.members[at].breaker.opened();
+        let room = (0..self.members.len()).filter(|&at| self.members[at].has_room(bytes));
+        let mut those: Vec<usize> = room.collect();
+        let least = those.iter().map(|&at| opened(at)).min()?;
+        those.retain(|&at| opened(at) <= least + 1);
+        let (taken, new): (Vec<usize>, Vec<usize>) = those
+            .into_iter()
+            .partition(|&at| taken.contains(&self.members[at].address));
+        fastrand::choice(new).or_else(|| fastrand::choice(taken))
     }
 
     /// No breaker is closed.
@@ -390,7 +401,8 @@ impl<T> Set<T> {
     }
 
     /// The cheapest of all for a range or an upload: a load has a few ranges for each endpoint, and one too many at one of them
-    /// holds up the whole load. Without bytes, the cheaper of two that are drawn at random, unless both are poor.
+    /// holds up the whole load. Without bytes, the cheaper of two that are drawn at random, of those that are not poor if there
+    /// are any.
     fn best(
         &self,
         class: Class,
@@ -399,15 +411,18 @@ impl<T> Set<T> {
         fits: impl Fn(usize, &Member<T>) -> bool,
     ) -> Option<Choice> {
         let those = || (0..self.members.len()).filter(|&at| fits(at, &self.members[at]));
-        let choice = |at: usize| self.choice(at, class, bytes, now);
-        if bytes == 0 {
-            let drawn = fastrand::choose_multiple(those(), FOR_NO_BYTES);
-            let better = drawn.into_iter().map(choice).min_by(Choice::order);
-            if let Some(better) = better.filter(|better| !self.is_poor(better, class, bytes)) {
-                return Some(better);
-            }
+        let choices = || those().map(|at| self.choice(at, class, bytes, now));
+        if bytes > 0 {
+            return choices().min_by(Choice::order);
         }
-        those().map(choice).min_by(Choice::order)
+        let better = |drawn: Vec<Choice>| drawn.into_iter().min_by(Choice::order);
+        let drawn = fastrand::choose_multiple(those(), FOR_NO_BYTES).into_iter();
+        let of_all = better(drawn.map(|at| self.choice(at, class, bytes, now)).collect())?;
+        if !self.is_poor(&of_all, class, bytes) {
+            return Some(of_all);
+        }
+        let good = choices().filter(|choice| !self.is_poor(choice, class, bytes));
+        better(fastrand::choose_multiple(good, FOR_NO_BYTES)).or(Some(of_all))
     }
 
     fn choice(&self, at: usize, class: Class, bytes: usize, now: Instant) -> Choice {

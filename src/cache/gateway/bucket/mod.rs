@@ -6,6 +6,7 @@ mod put;
 mod refresh;
 mod runs;
 mod turns;
+mod unanswered;
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -19,6 +20,7 @@ use self::refresh::Refresh;
 pub use self::refresh::{RefreshOptions, RefreshStats};
 use self::runs::Runs;
 pub use self::turns::{Turn, TurnPosition, Turns, Waiting};
+use self::unanswered::Unanswered;
 use super::credit::kib;
 use super::miss::Miss;
 use super::options::GatewayOptions;
@@ -40,6 +42,7 @@ pub struct Bucket {
     pub warnings: BucketWarnings,
     pub refresh: Refresh,
     pub runs: Runs,
+    pub unanswered: Unanswered,
     capabilities: Arc<OnceLock<Capabilities>>,
     /// KiB that PUTs may have in flight together.
     put_kib: Arc<Semaphore>,
@@ -85,6 +88,7 @@ impl Bucket {
             changed: Notify::new(),
             refresh: Refresh::default(),
             runs: Runs::new(options.run_chunks),
+            unanswered: Unanswered::new(options.run_chunks, options.cache.present_ttl),
             spaces: DashMap::new(),
             store,
             warnings,

@@ -59,6 +59,11 @@ impl Bucket {
         if self.is_present(&key) == Some(true) {
             return StoreOutcome::Present;
         }
+        match self.was_there(&space, &hash, deadline).await {
+            Ok(false) => {}
+            Ok(true) => return StoreOutcome::Present,
+            Err(error) => return StoreOutcome::Failed(error),
+        }
         let permits = self.put_permits(slot.object_bytes());
         let Ok(permits) = tokio::time::timeout_at(deadline, permits).await else {
             return StoreOutcome::Failed(Arc::new(self.late(Operation::Put, &key, "waiting for its turn")));
@@ -78,6 +83,35 @@ impl Bucket {
             Err(error) => return StoreOutcome::Failed(error),
         };
         self.store_object(&space, hash, object, deadline, permits).await
+    }
+
+    /// Whether S3 has a chunk that a lookup got no answer for. To be asked before the chunk takes a turn: it waits. False of
+    /// all other chunks, and where HEAD is denied: a PUT need not be.
+    pub async fn was_there(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        deadline: Instant,
+    ) -> Result<bool, Arc<ObjectError>> {
+        let key = (space.key(), *chunk);
+        let Some(pause) = self.asks_first(&key) else {
+            return Ok(false);
+        };
+        tokio::time::sleep_until(deadline.min(Instant::now() + pause)).await;
+        match self.prober.ask(space, chunk, Wanted::Existence, deadline).await {
+            ProbeAnswer::Present(_) | ProbeAnswer::Left => Ok(true),
+            ProbeAnswer::Unknown(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => {
+                Err(error)
+            }
+            ProbeAnswer::Absent | ProbeAnswer::Unknown(_) => Ok(false),
+        }
+    }
+
+    /// For how long a chunk waits before S3 is asked for it; None if it need not be.
+    pub fn asks_first(&self, key: &ChunkId) -> Option<Duration> {
+        self.unanswered
+            .pause(key)
+            .filter(|_| self.is_present(key).is_none())
     }
 
     /// Deletes a chunk once no PUT of it is under way: a PUT that S3 has received could take effect after the

@@ -99,6 +99,8 @@ async fn dispatch(tiers: Arc<Tiers>) {
         let (number, chunk) = (next.number, next.chunk);
         let way = way(&tiers, &next);
         let permits = match way {
+            // Others go on while it waits.
+            Way::Down if tiers.bucket.asks_first(&(next.space.key(), chunk)).is_some() => None,
             Way::Down => tiers.bucket.put_permits(next.bytes).await,
             Way::Declined | Way::AfterAncestors => None,
         };
@@ -143,7 +145,7 @@ async fn lower(
         },
     };
     trace::mark(span, "sealed");
-    let mut sealed = match bucket.outgoing(space, &chunk, &object).await {
+    let sealed = match bucket.outgoing(space, &chunk, &object).await {
         Ok(sealed) => Some(sealed),
         Err(error) => {
             bucket.warnings.given_up.tell(&error);
@@ -179,21 +181,50 @@ async fn lower(
     if way != Way::Down {
         return None;
     }
+    Some(send(tiers, space, chunk, &object, sealed, permits, span).await)
+}
+
+/// Stores a chunk on S3; tries until it is there, or can't be. `sealed`: as it leaves the node.
+async fn send(
+    tiers: &Tiers,
+    space: &Space,
+    chunk: ChunkHash,
+    object: &Slot,
+    mut sealed: Option<Slot>,
+    mut permits: Option<OwnedSemaphorePermit>,
+    span: &mut Option<OpenSpan>,
+) -> StoreOutcome {
+    let bucket = &tiers.bucket;
+    if bucket.asks_first(&(space.key(), chunk)).is_some() {
+        // Others can use its buffer while it waits.
+        sealed = None;
+    }
     let options = tiers.behind.options();
     let mut wait = options.retry_base;
-    let mut permits = permits;
     loop {
-        let deadline = Instant::now() + options.deadline;
         let put = trace::begin_part(span.as_ref(), "PUT");
         let stored = async {
+            match bucket
+                .was_there(space, &chunk, Instant::now() + options.deadline)
+                .await
+            {
+                Ok(false) => {}
+                Ok(true) => return StoreOutcome::Present,
+                Err(error) => return StoreOutcome::Failed(error),
+            }
+            let permits = match permits.take() {
+                Some(permits) => Some(permits),
+                None => bucket.put_permits(object.len()).await,
+            };
             // Nothing but the chunk itself is held between two attempts.
             let sealed = match sealed.take() {
                 Some(sealed) => sealed,
-                None => match bucket.outgoing(space, &chunk, &object).await {
+                None => match bucket.outgoing(space, &chunk, object).await {
                     Ok(sealed) => sealed,
                     Err(error) => return StoreOutcome::Failed(error),
                 },
             };
+            let deadline = Instant::now() + options.deadline;
             bucket.store_object(space, chunk, sealed, deadline, permits).await
         };
         let outcome = trace::within(put.as_ref(), stored).await;
@@ -204,11 +235,11 @@ async fn lower(
                 bucket.warnings.waits.tell(&error);
                 let keys = &bucket.options.keyring;
                 if error.kind == ErrorKind::Checksum
-                    && verify_resident(keys, space, &chunk, &object).await.is_err()
+                    && verify_resident(keys, space, &chunk, object).await.is_err()
                 {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
-                    return Some(StoreOutcome::Failed(error));
+                    return StoreOutcome::Failed(error);
                 }
             }
             // Another store of the chunk is under way, which may fail.
@@ -217,13 +248,12 @@ async fn lower(
                 if let Some(disk) = tiers.disk() {
                     disk.clean(&(space.key(), chunk)).await;
                 }
-                return Some(outcome);
+                return outcome;
             }
         }
         // Spread the retries, so that they don't come all at once when the server is back.
         tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
         wait = (wait * 2).min(options.retry_max);
-        permits = bucket.put_permits(object.len()).await;
     }
 }
 

@@ -198,6 +198,60 @@ async fn where_all_fail_they_are_tried_all_the_same() {
     );
 }
 
+/// What waits while all are gone comes together when they are back: from many gateways, at the same few endpoints.
+#[tokio::test(start_paused = true)]
+async fn while_none_works_requests_are_spread() {
+    let endpoints = unseen(20);
+    let ask = async || endpoints.permit(Class::Load, 0, &Route::default()).await;
+    let works = || {
+        let mut states = endpoints.states().into_iter();
+        states.any(|state| state.breaker == BreakerPhase::Closed)
+    };
+    while works() {
+        ask().await.end(Outcome::Lost(Loss::Connection));
+    }
+    let mut asked = [0; 20];
+    let mut under_way = Vec::new();
+    for _ in 0..400 {
+        let permit = ask().await;
+        let at = (0..20).find(|&number| address(number) == permit.address());
+        asked[at.unwrap()] += 1;
+        under_way.push(permit);
+    }
+    assert!(asked.iter().all(|&asked| (5..=50).contains(&asked)), "{asked:?}");
+}
+
+/// Those that have failed for long are not as good as one that did just now.
+#[tokio::test(start_paused = true)]
+async fn where_none_works_the_one_that_failed_last_is_tried() {
+    let endpoints = unseen(4);
+    let fails = async |but: Option<SocketAddr>| {
+        let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+        match but == Some(permit.address()) {
+            true => permit.end(Outcome::Answered { status: 200 }),
+            false => permit.end(Outcome::Lost(Loss::Connection)),
+        }
+    };
+    let last = address(3);
+    for _ in 0..1000 {
+        fails(Some(last)).await;
+        tokio::time::advance(Duration::from_millis(100)).await;
+    }
+    let closed = || {
+        let states = endpoints.states().into_iter();
+        states
+            .filter(|state| state.breaker == BreakerPhase::Closed)
+            .count()
+    };
+    while closed() > 0 {
+        fails(None).await;
+    }
+    for _ in 0..20 {
+        let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+        assert_eq!(permit.address(), last);
+    }
+}
+
 /// What they have in common has failed, such as the network. The first that works again does not get everything.
 #[tokio::test(start_paused = true)]
 async fn once_one_works_again_after_all_had_failed_all_are_tried() {
@@ -345,6 +399,26 @@ async fn loads_go_first_and_stores_are_not_starved() {
     assert_eq!(*order.lock().unwrap(), expected);
     let state = &endpoints.states()[0];
     assert_eq!((state.in_flight, state.in_flight_bytes), (0, 0));
+}
+
+/// Half of them are poor. Whenever two of these were drawn, the very cheapest of all got the HEAD.
+#[tokio::test(start_paused = true)]
+async fn heads_are_spread_over_those_that_are_not_poor() {
+    let endpoints = unseen(16);
+    let good = |at: SocketAddr| (0..8).find(|&number| address(number) == at);
+    let takes = |at: SocketAddr| match good(at) {
+        Some(number) => Duration::from_micros(2000 + 100 * number as u64),
+        None => Duration::from_millis(40),
+    };
+    let mut asked = [0; 8];
+    for round in 0..1600 {
+        let at = head(&endpoints, takes).await;
+        if let Some(number) = good(at).filter(|_| round >= 800) {
+            asked[number] += 1;
+        }
+    }
+    assert!(asked.iter().sum::<u32>() > 720, "{asked:?}");
+    assert!(asked.iter().all(|&asked| asked < 220), "{asked:?}");
 }
 
 #[tokio::test(start_paused = true)]
