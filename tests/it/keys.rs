@@ -755,6 +755,51 @@ async fn what_a_key_wrote_that_is_taken_away_is_a_miss_on_every_tier() {
     }
 }
 
+/// Those that S3 is asked for first fail before they are sent. They kept their buffers and waited for turns; others had turns
+/// and waited for buffers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_an_outage_encrypted_chunks_don_t_wait_for_each_other() {
+    const IN_FLIGHT: usize = 1 << 20;
+    let mut place = daemon::Site::new().await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("keys.toml");
+    let key = "keys = [\"command:printf %064d 5\"]";
+    std::fs::write(&file, format!("[[tenant]]\nname = \"acme\"\n{key}\n")).unwrap();
+    let file = file.display().to_string();
+    let serving = place
+        .serve(&[
+            ("keys.file", file.as_str()),
+            ("store.in_flight", "1MiB"),
+            ("store.retry_max", "50ms"),
+        ])
+        .await;
+    serving.ready().await;
+    let space = space_of("acme", Protection::Encrypted);
+    let chunks = 3 * IN_FLIGHT / space.layout().object_len();
+    let prompt = Prompt::of(space, chunks);
+    let engine = serving.attach("one").await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    place.stop_s3().await;
+    let look = serving
+        .client
+        .lookup_space(&prompt.space, &prompt.hashes, "deadline_ms=500");
+    assert_eq!(look.await.unwrap().unknown.count(), chunks);
+    assert!(
+        daemon::store(&serving.client, &engine, &prompt)
+            .await
+            .iter()
+            .all(|word| *word == "stored")
+    );
+    let behind = || serving.node.status().tiers.write_behind;
+    // All are tried several times.
+    daemon::eventually(|| behind().failed_attempts > 4 * chunks as u64).await;
+    place.start_s3().await;
+    serving.flush().await;
+    assert_eq!((behind().stored, behind().dropped), (chunks as u64, 0));
+    drop(engine);
+    serving.end().await;
+}
+
 /// Chunks that S3 never got, of a tenant whose key is gone: those of another tenant are sent nevertheless.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_missing_key_keeps_back_no_other_tenants_chunks() {

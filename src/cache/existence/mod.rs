@@ -1,6 +1,6 @@
 //! Existence of chunks on S3: present, absent, or unknown. Never two states.
 //!
-//! An error, a time-out, a 403 or a 503 means *unknown*: the caller is told, and nothing is remembered. Known
+//! An error, a time-out, a 403 or a 503 means *unknown*: the caller is told, and no answer is remembered. Known
 //! answers expire, because other nodes store and remove chunks too. A question that is already under way is not
 //! asked twice. A damaged object is *quarantined* by its version: as long as S3 shows that version the chunk counts
 //! as absent, so the next store replaces it; any other version is a new object and is trusted until a load says

@@ -114,9 +114,10 @@ pub async fn boundary(
     }
     tiers.looked_up(chunks, at);
     if is_open {
-        // An engine computes them for all kinds.
+        // An engine computes these for all kinds.
         for space in kinds.spaces.iter().chain(kinds.drafts) {
-            tiers.bucket.unanswered.add(space.key(), &chunks[at..]);
+            let unanswered = &tiers.bucket.unanswered;
+            unanswered.add(space.key(), &chunks[at..], error.as_ref());
         }
     }
     for space in kinds.spaces {
@@ -201,6 +202,7 @@ async fn draft(
             asks.prefix(states, doubtful).await
         }
     };
+    found.note_unknown(tiers, space, chunks);
     tiers.bucket.refresh.used(space, &chunks[..found.prefix]);
     let inferred = found.inferred;
     Looked { local, inferred }.run(run.start, 0..found.prefix)

@@ -45,11 +45,7 @@ pub async fn lookup(
 ) -> Lookup {
     let (lookup, _) = look(tiers, space, chunks, strategy, deadline).await;
     tiers.looked_up(chunks, lookup.prefix);
-    if lookup.unknown.count() > 0 {
-        let unknown = (0..chunks.len()).filter(|&i| lookup.unknown.get(i));
-        let unanswered = &tiers.bucket.unanswered;
-        unanswered.add(space.key(), unknown.map(|i| &chunks[i]));
-    }
+    lookup.note_unknown(tiers, space, chunks);
     if space.kind().is_full() {
         tiers.bucket.refresh.used(space, &chunks[..lookup.prefix]);
     } else {
@@ -329,6 +325,15 @@ impl Lookup {
             tiers: Vec::new(),
             asked: 0,
             error: None,
+        }
+    }
+
+    /// A store asks for these first.
+    pub(super) fn note_unknown(&self, tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) {
+        if self.unknown.count() > 0 {
+            let unknown = (0..self.chunks).filter(|&i| self.unknown.get(i));
+            let (unanswered, chunks) = (&tiers.bucket.unanswered, unknown.map(|i| &chunks[i]));
+            unanswered.add(space.key(), chunks, self.error.as_ref());
         }
     }
 

@@ -35,7 +35,7 @@ pub struct GatewayOptions {
     pub lookup_concurrency: usize,
     /// Positions that strategy `prefix` asks for in one round.
     pub lookup_probes: usize,
-    /// Chunks of looked-up prompts that are remembered for run hints.
+    /// Chunks of lookups that are remembered: so many for run hints, and so many without an answer.
     pub run_chunks: usize,
     /// Interval at which a repeated warning is logged, with its count.
     pub log_repeat: Duration,

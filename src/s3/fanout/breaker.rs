@@ -36,7 +36,7 @@ pub struct EndpointBreaker {
     options: BreakerOptions,
     state: State,
     failures: u32,
-    /// Times in a row that it opened.
+    /// See [`opened_in_row`](Self::opened_in_row).
     opened: u32,
 }
 
@@ -75,6 +75,7 @@ impl EndpointBreaker {
     }
 
     /// When the next probe may be sent; None while everything may.
+    #[cfg(test)]
     pub fn opens_again(&self) -> Option<Instant> {
         match self.state {
             State::Open { until } => Some(until),
@@ -82,8 +83,8 @@ impl EndpointBreaker {
         }
     }
 
-    /// How often in a row it opened.
-    pub fn opened(&self) -> u32 {
+    /// Times in a row that it opened, as long as that makes it stay open for longer; 0 once it works.
+    pub fn opened_in_row(&self) -> u32 {
         self.opened
     }
 
@@ -113,7 +114,8 @@ impl EndpointBreaker {
         };
         if opens {
             let open = self.options.open.saturating_mul(1 << self.opened.min(16));
-            self.opened += 1;
+            // Two that have failed for long count alike.
+            self.opened += u32::from(open < self.options.open_max);
             // Many gateways see the same failure: their probes must not come together.
             let open = open
                 .min(self.options.open_max)

@@ -32,8 +32,10 @@ pub struct EndpointOptions {
     pub subset: usize,
 }
 
-/// Endpoints that a request without bytes looks at. With all, many gateways would go to the one that was fastest lately.
+/// Endpoints that are drawn for a request without bytes. If it took the cheapest of all, many gateways would go to the same one.
 const FOR_NO_BYTES: usize = 2;
+/// Breakers that open together probe at different times, so how often they opened differs by this much.
+const ABOUT_AS_OFTEN: u32 = 1;
 /// An endpoint that costs more than this many times the typical cost is poor.
 const POOR: f64 = 2.0;
 /// The share of requests that are done before a hedge would be sent.
@@ -312,7 +314,8 @@ impl<T> Endpoints<T> {
 
 impl<T> Set<T> {
     /// The [best](Self::best) of the subset that has room; not one that this call has taken, if there is another that
-    /// works. Where all of the subset are full, busy or poor, it widens. With all breakers open, one of those that [failed least](Self::least_failed).
+    /// works. Where all of the subset are full, busy or poor, it widens. Where none works, see
+    /// [`any_that_failed_little`](Self::any_that_failed_little).
     fn choose(&mut self, class: Class, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let place = |best: Option<Choice>| best.map(|best| best.at);
@@ -350,18 +353,18 @@ impl<T> Set<T> {
                 works(member) && member.has_room(bytes)
             }))
         } else {
-            self.least_failed(bytes, &taken)
+            self.any_that_failed_little(bytes, &taken)
         }
     }
 
-    /// Any of those that failed about as seldom as the best of them, for the case that none works. By chance: what waits while
-    /// all are gone comes together when they are back.
-    fn least_failed(&self, bytes: usize, taken: &[SocketAddr]) -> Option<usize> {
-        let opened = |at: usize| self.members[at].breaker.opened();
+    /// Where none works: any whose breaker opened about as seldom in a row as the best one's, if there is one not taken by this
+    /// call. By chance, because all that waits goes out together once they are back.
+    fn any_that_failed_little(&self, bytes: usize, taken: &[SocketAddr]) -> Option<usize> {
+        let opened = |at: usize| self.members[at].breaker.opened_in_row();
         let room = (0..self.members.len()).filter(|&at| self.members[at].has_room(bytes));
         let mut those: Vec<usize> = room.collect();
         let least = those.iter().map(|&at| opened(at)).min()?;
-        those.retain(|&at| opened(at) <= least + 1);
+        those.retain(|&at| opened(at) <= least + ABOUT_AS_OFTEN);
         let (taken, new): (Vec<usize>, Vec<usize>) = those
             .into_iter()
             .partition(|&at| taken.contains(&self.members[at].address));

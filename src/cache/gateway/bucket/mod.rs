@@ -88,7 +88,7 @@ impl Bucket {
             changed: Notify::new(),
             refresh: Refresh::default(),
             runs: Runs::new(options.run_chunks),
-            unanswered: Unanswered::new(options.run_chunks, options.cache.present_ttl),
+            unanswered: Unanswered::new(options.run_chunks),
             spaces: DashMap::new(),
             store,
             warnings,

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use dashmap::Entry;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::AbortHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::Bucket;
 use crate::arena::Slot;
@@ -56,10 +56,12 @@ impl Bucket {
         let FilledSlot { hash, parent, slot } = chunk;
         let space = slot.space().clone();
         let key = (space.key(), hash);
-        if self.is_present(&key) == Some(true) {
-            return StoreOutcome::Present;
+        if let Some(pause) = self.asks_after(&key) {
+            // At least half of the time is for the store.
+            let left = deadline.saturating_duration_since(Instant::now());
+            sleep(pause.min(left / 2)).await;
         }
-        match self.was_there(&space, &hash, deadline).await {
+        match self.has_already(&space, &hash, deadline).await {
             Ok(false) => {}
             Ok(true) => return StoreOutcome::Present,
             Err(error) => return StoreOutcome::Failed(error),
@@ -85,30 +87,33 @@ impl Bucket {
         self.store_object(&space, hash, object, deadline, permits).await
     }
 
-    /// Whether S3 has a chunk that a lookup got no answer for. To be asked before the chunk takes a turn: it waits. False of
-    /// all other chunks, and where HEAD is denied: a PUT need not be.
-    pub async fn was_there(
+    /// Whether S3 has the chunk already, so that no body need be sent. S3 is asked only where a lookup got no answer. Where it
+    /// gives none now either, the PUT tells; fails where there is no connection.
+    pub async fn has_already(
         &self,
         space: &Space,
         chunk: &ChunkHash,
         deadline: Instant,
     ) -> Result<bool, Arc<ObjectError>> {
         let key = (space.key(), *chunk);
-        let Some(pause) = self.asks_first(&key) else {
-            return Ok(false);
-        };
-        tokio::time::sleep_until(deadline.min(Instant::now() + pause)).await;
-        match self.prober.ask(space, chunk, Wanted::Existence, deadline).await {
-            ProbeAnswer::Present(_) | ProbeAnswer::Left => Ok(true),
-            ProbeAnswer::Unknown(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => {
-                Err(error)
+        if self.asks_after(&key).is_none() {
+            return Ok(self.is_present(&key) == Some(true));
+        }
+        match self
+            .is_there(space, chunk, &self.object_key(&key), deadline)
+            .await
+        {
+            Ok(is_there) => {
+                self.unanswered.remove(&key);
+                Ok(is_there)
             }
-            ProbeAnswer::Absent | ProbeAnswer::Unknown(_) => Ok(false),
+            Err(error) if error.kind == ErrorKind::Connect => Err(Arc::new(error)),
+            Err(_) => Ok(false),
         }
     }
 
-    /// For how long a chunk waits before S3 is asked for it; None if it need not be.
-    pub fn asks_first(&self, key: &ChunkId) -> Option<Duration> {
+    /// The pause between a chunk's commit and the question whether S3 has it. None: there is no such question.
+    pub fn asks_after(&self, key: &ChunkId) -> Option<Duration> {
         self.unanswered
             .pause(key)
             .filter(|_| self.is_present(key).is_none())

@@ -1,62 +1,59 @@
-//! Chunks that a lookup got no answer for. An engine computes and stores them, though S3 may well have them. So each is asked
-//! for before its body is sent. After an outage a whole fleet has such chunks: they are asked for a little later, each
-//! prompt's at another time.
+//! Chunks that a lookup got no answer for. An engine computes and stores them, though S3 may well have them. So S3 is asked
+//! for each before its body is sent. After an outage all nodes have such chunks, so those of each lookup wait for a while
+//! of their own first.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-use tokio::time::Instant;
 
 use crate::cache::recent::Recent;
 use crate::format::{ChunkHash, ChunkId, SpaceKey};
+use crate::s3::object::{ErrorKind, ObjectError};
 
-/// The longest that the chunks of a prompt wait.
-const SPREAD: Duration = Duration::from_secs(1);
+/// The longest pause.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// See the [module](self).
-pub struct Unanswered {
-    recent: Mutex<Recent<Wait>>,
-    ttl: Duration,
-}
-
-#[derive(Clone, Copy)]
-struct Wait {
-    /// Of the chunks of a prompt alike, so that a parent is not stored after its child.
-    pause: Duration,
-    /// The lookup counts until then.
-    until: Instant,
-}
+pub struct Unanswered(Mutex<Recent<Duration>>);
 
 impl Unanswered {
     /// Remembers so many chunks at most.
-    pub fn new(chunks_max: usize, ttl: Duration) -> Self {
-        Self {
-            recent: Mutex::new(Recent::new(chunks_max)),
-            ttl,
-        }
+    pub fn new(chunks_max: usize) -> Self {
+        Self(Mutex::new(Recent::new(chunks_max)))
     }
 
-    /// They were in one lookup.
-    pub fn add<'a>(&self, space: SpaceKey, chunks: impl IntoIterator<Item = &'a ChunkHash>) {
-        let wait = Wait {
-            pause: SPREAD.mul_f64(fastrand::f64()),
-            until: Instant::now() + self.ttl,
-        };
+    /// A lookup got no answer for these, because of the error or because its time was over. All get the same pause, so that a
+    /// child seldom overtakes its parent.
+    pub fn add<'a>(
+        &self,
+        space: SpaceKey,
+        chunks: impl IntoIterator<Item = &'a ChunkHash>,
+        error: Option<&Arc<ObjectError>>,
+    ) {
+        let passes = |kind: ErrorKind| kind.retryable() || kind == ErrorKind::Deadline;
+        if error.is_some_and(|error| !passes(error.kind)) {
+            // S3 refused the lookup's questions, and will refuse those of a store.
+            return;
+        }
+        let pause = PAUSE_MAX.mul_f64(fastrand::f64());
         let mut recent = self.lock();
         for chunk in chunks {
-            recent.add((space, *chunk), wait);
+            recent.add((space, *chunk), pause);
         }
     }
 
-    /// For how long to wait before S3 is asked for the chunk. None: it need not be.
+    /// S3 has answered.
+    pub fn remove(&self, key: &ChunkId) {
+        self.lock().remove(key);
+    }
+
+    /// The pause between a chunk's commit and the question. None: it needs none.
     pub fn pause(&self, key: &ChunkId) -> Option<Duration> {
-        let wait = self.lock().get(key).copied()?;
-        (Instant::now() < wait.until).then_some(wait.pause)
+        self.lock().get(key).copied()
     }
 
     /// No panic can leave it half-changed.
-    fn lock(&self) -> MutexGuard<'_, Recent<Wait>> {
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Recent<Duration>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -64,25 +61,18 @@ impl Unanswered {
 mod tests {
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn they_are_remembered_for_a_time() {
-        let (ttl, space) = (
-            Duration::from_mins(5),
-            SpaceKey::from_hex(&"0".repeat(32)).unwrap(),
-        );
-        let unanswered = Unanswered::new(2, ttl);
-        let chunks: Vec<ChunkHash> = (0..3).map(|i| ChunkHash([i; 32])).collect();
-        let pauses = || {
-            let pause = |chunk: &ChunkHash| unanswered.pause(&(space, *chunk));
-            chunks.iter().map(pause).collect::<Vec<_>>()
-        };
-        unanswered.add(space, &chunks);
-        let [first, second, third] = pauses()[..] else {
-            panic!("three chunks")
-        };
-        assert_eq!(first, None, "the oldest makes room");
-        assert!(second.is_some_and(|pause| pause < SPREAD) && second == third);
-        tokio::time::advance(ttl).await;
-        assert_eq!(pauses(), [None; 3]);
+    #[test]
+    fn those_of_a_lookup_have_the_same_pause_and_the_oldest_are_forgotten() {
+        let space = SpaceKey::from_hex(&"0".repeat(32)).unwrap();
+        let unanswered = Unanswered::new(3);
+        let pause = |chunk| unanswered.pause(&(space, chunk));
+        let [a, b, c, d] = [0, 1, 2, 3].map(|i| ChunkHash([i; 32]));
+        unanswered.add(space, &[a, b, c], None);
+        assert!(pause(a).is_some_and(|pause| pause < PAUSE_MAX));
+        assert_eq!([pause(b), pause(c)], [pause(a); 2]);
+        unanswered.add(space, &[d], None);
+        assert_eq!((pause(a), pause(b) == pause(d)), (None, false));
+        unanswered.remove(&(space, d));
+        assert_eq!(pause(d), None);
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use futures::future::join;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use self::admit::{Way, parent_of, way};
 pub use self::backlog::knows;
@@ -98,9 +98,11 @@ async fn dispatch(tiers: Arc<Tiers>) {
     while let Some(next) = tiers.behind.next() {
         let (number, chunk) = (next.number, next.chunk);
         let way = way(&tiers, &next);
+        if let Some(pause) = tiers.bucket.asks_after(&(next.space.key(), chunk)) {
+            // Those behind it wait too: none overtakes its parent.
+            sleep_until(next.since + pause).await;
+        }
         let permits = match way {
-            // Others go on while it waits.
-            Way::Down if tiers.bucket.asks_first(&(next.space.key(), chunk)).is_some() => None,
             Way::Down => tiers.bucket.put_permits(next.bytes).await,
             Way::Declined | Way::AfterAncestors => None,
         };
@@ -145,7 +147,7 @@ async fn lower(
         },
     };
     trace::mark(span, "sealed");
-    let sealed = match bucket.outgoing(space, &chunk, &object).await {
+    let mut sealed = match bucket.outgoing(space, &chunk, &object).await {
         Ok(sealed) => Some(sealed),
         Err(error) => {
             bucket.warnings.given_up.tell(&error);
@@ -181,50 +183,28 @@ async fn lower(
     if way != Way::Down {
         return None;
     }
-    Some(send(tiers, space, chunk, &object, sealed, permits, span).await)
-}
-
-/// Stores a chunk on S3; tries until it is there, or can't be. `sealed`: as it leaves the node.
-async fn send(
-    tiers: &Tiers,
-    space: &Space,
-    chunk: ChunkHash,
-    object: &Slot,
-    mut sealed: Option<Slot>,
-    mut permits: Option<OwnedSemaphorePermit>,
-    span: &mut Option<OpenSpan>,
-) -> StoreOutcome {
-    let bucket = &tiers.bucket;
-    if bucket.asks_first(&(space.key(), chunk)).is_some() {
-        // Others can use its buffer while it waits.
-        sealed = None;
-    }
     let options = tiers.behind.options();
     let mut wait = options.retry_base;
+    let mut permits = permits;
     loop {
+        let now = Instant::now();
+        let deadline = now + options.deadline;
+        // Lookups wait for the same places.
+        let answered_by = deadline.min(now + bucket.options.lookup_deadline);
         let put = trace::begin_part(span.as_ref(), "PUT");
         let stored = async {
-            match bucket
-                .was_there(space, &chunk, Instant::now() + options.deadline)
-                .await
-            {
+            match bucket.has_already(space, &chunk, answered_by).await {
                 Ok(false) => {}
                 Ok(true) => return StoreOutcome::Present,
                 Err(error) => return StoreOutcome::Failed(error),
             }
-            let permits = match permits.take() {
-                Some(permits) => Some(permits),
-                None => bucket.put_permits(object.len()).await,
-            };
-            // Nothing but the chunk itself is held between two attempts.
             let sealed = match sealed.take() {
                 Some(sealed) => sealed,
-                None => match bucket.outgoing(space, &chunk, object).await {
+                None => match bucket.outgoing(space, &chunk, &object).await {
                     Ok(sealed) => sealed,
                     Err(error) => return StoreOutcome::Failed(error),
                 },
             };
-            let deadline = Instant::now() + options.deadline;
             bucket.store_object(space, chunk, sealed, deadline, permits).await
         };
         let outcome = trace::within(put.as_ref(), stored).await;
@@ -235,11 +215,11 @@ async fn send(
                 bucket.warnings.waits.tell(&error);
                 let keys = &bucket.options.keyring;
                 if error.kind == ErrorKind::Checksum
-                    && verify_resident(keys, space, &chunk, object).await.is_err()
+                    && verify_resident(keys, space, &chunk, &object).await.is_err()
                 {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
-                    return StoreOutcome::Failed(error);
+                    return Some(StoreOutcome::Failed(error));
                 }
             }
             // Another store of the chunk is under way, which may fail.
@@ -248,12 +228,15 @@ async fn send(
                 if let Some(disk) = tiers.disk() {
                     disk.clean(&(space.key(), chunk)).await;
                 }
-                return outcome;
+                return Some(outcome);
             }
         }
+        // Nothing but the chunk itself is held between two attempts: who has a turn may wait for a buffer.
+        sealed = None;
         // Spread the retries, so that they don't come all at once when the server is back.
         tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
         wait = (wait * 2).min(options.retry_max);
+        permits = bucket.put_permits(object.len()).await;
     }
 }
 

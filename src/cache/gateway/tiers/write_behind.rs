@@ -120,6 +120,8 @@ pub struct Next {
     /// None: unknown, or a first chunk.
     pub parent: Option<ChunkHash>,
     pub bytes: usize,
+    /// The commit.
+    pub since: Instant,
     pub is_admitted: bool,
 }
 
@@ -283,6 +285,7 @@ impl Behind {
                 chunk: entry.key.1,
                 parent: entry.parent,
                 bytes: entry.bytes,
+                since: job.since,
                 is_admitted: job.is_admitted,
             })
         });

@@ -223,7 +223,7 @@ async fn while_none_works_requests_are_spread() {
 
 /// Those that have failed for long are not as good as one that did just now.
 #[tokio::test(start_paused = true)]
-async fn where_none_works_the_one_that_failed_last_is_tried() {
+async fn where_none_works_those_that_failed_for_long_are_left_alone() {
     let endpoints = unseen(4);
     let fails = async |but: Option<SocketAddr>| {
         let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
