@@ -18,6 +18,10 @@ pub fn save(bench: &str, name: &str, note: &str, table: &str, rows: &impl Serial
         .unwrap_or("?");
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
+    let arguments = arguments.map(|argument| match argument.contains(' ') {
+        true => format!("{argument:?}"),
+        false => argument,
+    });
     let command = format!(
         "cargo bench --bench {bench} -- {}",
         arguments.collect::<Vec<_>>().join(" ")
