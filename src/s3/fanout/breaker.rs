@@ -188,7 +188,8 @@ mod tests {
         for _ in 0..3 {
             breaker.failed(false, now);
         }
-        for open in [1, 2, 3, 3] {
+        for (open, opened) in [(1, 1), (2, 2), (3, 2), (3, 2)] {
+            assert_eq!(breaker.opened_in_row(), opened, "no more than the time grows");
             // Requests that were under way when it opened.
             breaker.failed(false, now);
             let until = breaker.opens_again().unwrap();
