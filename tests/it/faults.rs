@@ -241,24 +241,28 @@ async fn stored(n: usize) -> (Backend, Site, Prompt) {
     (backend, site, prompt)
 }
 
-/// The full prefix is known, and of the snapshots nobody tells.
-#[tokio::test]
-async fn a_boundary_without_answers_is_open_and_not_remembered() {
-    let (_server, site, prompt) = stored(5).await;
-    let state = Space::from_json(
+/// The same prompt's snapshots of a state.
+fn snapshots_of(prompt: &Prompt) -> Prompt {
+    let space = Space::from_json(
         r#"{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "kind": "state",
             "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#,
     )
     .unwrap();
-    let snapshots = Prompt {
-        space: state.clone(),
-        root: prompt.root,
-        hashes: prompt.hashes.clone(),
-    };
+    Prompt {
+        space,
+        ..prompt.clone()
+    }
+}
+
+/// The full prefix is known, and of the snapshots nobody tells.
+#[tokio::test]
+async fn a_boundary_without_answers_is_open_and_not_remembered() {
+    let (_server, site, prompt) = stored(5).await;
+    let snapshots = snapshots_of(&prompt);
     store_chunk(&site.gateway(), &snapshots, 3).await;
     let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
     let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
-    let spaces = [state, prompt.space.clone()];
+    let spaces = [snapshots.space.clone(), prompt.space.clone()];
     let kinds = Kinds {
         spaces: &spaces,
         drafts: &[],
@@ -377,20 +381,12 @@ async fn a_failed_store_is_not_present() {
 #[tokio::test]
 async fn what_a_lookup_got_no_answer_for_is_asked_for_before_it_is_stored() {
     let (_server, site, prompt) = stored(5).await;
-    let state = Space::from_json(
-        r#"{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "kind": "state",
-            "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#,
-    )
-    .unwrap();
-    let snapshots = Prompt {
-        space: state.clone(),
-        ..prompt.clone()
-    };
+    let snapshots = snapshots_of(&prompt);
     store_chunk(&site.gateway(), &snapshots, 4).await;
     let mut longer = Prompt::new(3);
     longer.hashes.splice(..0, prompt.hashes.iter().copied());
     let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
-    let spaces = [prompt.space.clone(), state];
+    let spaces = [prompt.space.clone(), snapshots.space.clone()];
     let kinds = Kinds {
         spaces: &spaces,
         drafts: &[],

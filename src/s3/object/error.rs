@@ -120,6 +120,11 @@ impl ErrorKind {
         )
     }
 
+    /// Whether the same request may succeed later: another attempt might have, or there was no time for it.
+    pub fn may_pass(self) -> bool {
+        self.retryable() || self == Self::Deadline
+    }
+
     /// Whether configuration, credentials or clock must change before any request can succeed.
     pub fn is_setup(self) -> bool {
         matches!(

@@ -350,7 +350,7 @@ impl Bucket {
         }
         match self.store.read(key, json.len(), deadline).await {
             Ok(there) if there == json => Ok(()),
-            Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => Err(error),
+            Err(error) if error.kind.may_pass() => Err(error),
             _ => {
                 tracing::warn!(key, "a damaged space.json is replaced");
                 put(Condition::Always).await.map(drop)

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::cache::recent::Recent;
 use crate::format::{ChunkHash, ChunkId, SpaceKey};
-use crate::s3::object::{ErrorKind, ObjectError};
+use crate::s3::object::ObjectError;
 
 /// The longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -29,8 +29,7 @@ impl Unanswered {
         chunks: impl IntoIterator<Item = &'a ChunkHash>,
         error: Option<&Arc<ObjectError>>,
     ) {
-        let passes = |kind: ErrorKind| kind.retryable() || kind == ErrorKind::Deadline;
-        if error.is_some_and(|error| !passes(error.kind)) {
+        if error.is_some_and(|error| !error.kind.may_pass()) {
             // S3 refused the lookup's questions, and will refuse those of a store.
             return;
         }

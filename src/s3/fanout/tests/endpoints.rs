@@ -203,11 +203,7 @@ async fn where_all_fail_they_are_tried_all_the_same() {
 async fn while_none_works_requests_are_spread() {
     let endpoints = unseen(20);
     let ask = async || endpoints.permit(Class::Load, 0, &Route::default()).await;
-    let works = || {
-        let mut states = endpoints.states().into_iter();
-        states.any(|state| state.breaker == BreakerPhase::Closed)
-    };
-    while works() {
+    while closed(&endpoints) > 0 {
         ask().await.end(Outcome::Lost(Loss::Connection));
     }
     let mut asked = [0; 20];
@@ -237,13 +233,7 @@ async fn where_none_works_those_that_failed_for_long_are_left_alone() {
         fails(Some(last)).await;
         tokio::time::advance(Duration::from_millis(100)).await;
     }
-    let closed = || {
-        let states = endpoints.states().into_iter();
-        states
-            .filter(|state| state.breaker == BreakerPhase::Closed)
-            .count()
-    };
-    while closed() > 0 {
+    while closed(&endpoints) > 0 {
         fails(None).await;
     }
     for _ in 0..20 {
@@ -262,19 +252,13 @@ async fn once_one_works_again_after_all_had_failed_all_are_tried() {
         permit.end(outcome);
         at
     };
-    let closed = || {
-        let states = endpoints.states().into_iter();
-        states
-            .filter(|state| state.breaker == BreakerPhase::Closed)
-            .count()
-    };
-    while closed() > 0 {
+    while closed(&endpoints) > 0 {
         request(Outcome::Lost(Loss::Connection)).await;
     }
     for _ in 0..200 {
         request(Outcome::Answered { status: 200 }).await;
     }
-    assert_eq!(closed(), 20);
+    assert_eq!(closed(&endpoints), 20);
 }
 
 #[tokio::test(start_paused = true)]

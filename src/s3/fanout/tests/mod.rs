@@ -252,6 +252,14 @@ fn unseen(count: usize) -> Endpoints<()> {
     endpoints
 }
 
+/// Endpoints whose breaker is closed.
+fn closed(endpoints: &Endpoints<()>) -> usize {
+    let states = endpoints.states().into_iter();
+    states
+        .filter(|state| state.breaker == BreakerPhase::Closed)
+        .count()
+}
+
 /// Where a HEAD goes whose answer takes so long.
 async fn head(endpoints: &Endpoints<()>, takes: impl Fn(SocketAddr) -> Duration) -> SocketAddr {
     let mut permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
