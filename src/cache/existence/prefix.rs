@@ -19,9 +19,9 @@ pub enum ChunkState {
 /// before it are present too; the load confirms it.
 ///
 /// The run goes on from where what is known ends, and most often not at all, or nearly to the end of the prompt. So the
-/// first round asks for the first unknown chunk, and at growing distances back from the end. The next two ask where a
-/// *run hint* of the last chunk that was found says that its prompt's chunks end, and further back. What is then still open
-/// is cut evenly, whatever hints say. A hint never counts as an answer.
+/// first round asks for the first unknown chunk, and at growing distances back from the end. The next two ask around the
+/// place where a *run hint* of the last chunk that was found says that its prompt's chunks end, and for the end of what is
+/// open. What is then still open is cut evenly, whatever hints say. A hint never counts as an answer.
 ///
 /// Of a *doubtful* chunk, one that was absent or of no use lately, those after it tell nothing: it is asked for before all
 /// others.
@@ -36,9 +36,11 @@ pub struct PrefixSearch {
 
 /// Distances back from the end at which the first round asks, each with the number of open chunks from which on it does. On
 /// recorded prompts these take the fewest questions and rounds: `kvgate replay`.
-const BACK: [(usize, usize); 5] = [(1, 0), (2, 0), (3, 40), (5, 40), (9, 80)];
+const BACK: [(usize, usize); 5] = [(1, 0), (2, 0), (3, 32), (5, 64), (9, 96)];
 /// After the first round, so few chunks are all asked for.
-const FEW: usize = 4;
+const FEW: usize = 3;
+/// From so many open chunks on, a position beyond the end that a hint tells is asked for too.
+const MANY: usize = 12;
 /// Positions that the next rounds ask for beside those that a hint or a distance tells.
 const SPREAD: usize = 3;
 
@@ -80,8 +82,8 @@ impl PrefixSearch {
                     .collect()
             }
             _ if open.len() <= FEW => open.clone(),
-            (2, Some(&run_end)) if end - run_end.min(end) <= 2 => vec![run_end - 1, run_end],
-            (2, Some(&run_end)) => [vec![run_end - 1, run_end], self.further_back(first, end)].concat(),
+            (2, Some(&run_end)) => around(run_end, end, &open),
+            (3, Some(&run_end)) => [around(run_end, end, &open), spread(&open, SPREAD)].concat(),
             (2, None) => {
                 // A server without metadata has no hints: more questions make up for them.
                 let more = match self.run_ends.is_empty() {
@@ -90,7 +92,6 @@ impl PrefixSearch {
                 };
                 [vec![first], self.further_back(first, end), spread(&open, more)].concat()
             }
-            (3, Some(&run_end)) => [vec![run_end - 1, run_end], spread(&open, SPREAD)].concat(),
             _ => Vec::new(),
         };
         ask.retain(|i| open.binary_search(i).is_ok());
@@ -146,6 +147,15 @@ impl PrefixSearch {
     pub fn states(&self) -> &[ChunkState] {
         &self.states
     }
+}
+
+/// Where the run most likely ends if a hint says `run_end`, the most likely first: there, a chunk or two later, for a prompt
+/// that went on from there, or at the end of what is open. Of many open chunks also further on, rather near than far.
+fn around(run_end: usize, end: usize, open: &[usize]) -> Vec<usize> {
+    let further = run_end + 1 + end.saturating_sub(run_end + 1) / 3;
+    let further = (open.len() >= MANY).then_some(further);
+    let near = [run_end - 1, run_end, run_end + 1, end - 1, run_end + 2];
+    near.into_iter().chain(further).collect()
 }
 
 /// So many of them, evenly.
@@ -234,8 +244,11 @@ mod tests {
     fn a_hint_leads_to_the_end() {
         let cold = || vec![ChunkState::NotAsked; 200];
         let found = search_with(cold(), 15, |i| state(i < 150), |_| Some(150));
-        // Six at first; then the last chunk that the hint promises, the one after it, and two further back.
-        assert_eq!(found, ((150, 150), 10, 2));
+        // Six at first; then the last chunk that the hint promises, three after it, a further one, and the last.
+        assert_eq!(found, ((150, 150), 12, 2));
+        // A prompt that went on from there added one chunk.
+        let found = search_with(cold(), 15, |i| state(i < 151), |i| (i < 150).then_some(150));
+        assert_eq!(found, ((151, 151), 12, 2));
         // The writer gave up the last ten.
         let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 140), |_| Some(150));
         assert_eq!(run, (140, 140));
