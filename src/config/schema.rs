@@ -311,7 +311,7 @@ sections! {
         /// Blocks of 256 threads of a copy kernel; it keeps about that many multiprocessors busy.
         thread_blocks: u32 = "16", Between(1, 4096);
         /// Bytes of a run from which on transfers go straight to the pages.
-        direct_size: ByteSize = "64KiB", Between(ByteSize(KIB), ByteSize(GIB));
+        direct_size: ByteSize = "1MiB", Between(ByteSize(KIB), ByteSize(GIB));
         /// Bytes of a piece in which the arena is pinned.
         pin_size: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
     }

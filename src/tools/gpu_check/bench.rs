@@ -107,6 +107,8 @@ impl Bed {
             prefault: true,
             ..ArenaOptions::default()
         })?;
+        // A driver refuses plain copies that cross from one registration into the next.
+        let in_one_piece = arena.as_ptr().len();
         let slot = || arena.try_reserve(object_len).ok_or(GpuError::Room(object_len));
         let mut sources = Vec::new();
         let mut targets = Vec::new();
@@ -136,7 +138,7 @@ impl Bed {
             error,
         };
         Ok(Self {
-            pinned: Arc::new(Pinned::register(gpu, arena, plan.options.pin_bytes)),
+            pinned: Arc::new(Pinned::register(gpu, arena, in_one_piece)),
             plain: [plain().map_err(failed)?, plain().map_err(failed)?],
             gpu: Arc::clone(gpu),
             sources,
