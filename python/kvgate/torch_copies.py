@@ -3,11 +3,15 @@
 
 A load goes from the slot into a host buffer, pinned where torch can, then in one transfer to the device, and there by index into
 the pages. A store is the same backwards. One copy at a time: the buffers are shared.
+
+Each call of torch lets go of the interpreter, and gets it back only after 5 ms where another thread never rests, as the one
+does that waits for a load to end. So views are made once, and a plane takes one call in a load and four in a store.
 """
 
 import ctypes
 import math
 import threading
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +36,8 @@ class TorchCopies:
             self.storages[storage.data_ptr()] = everything
         self.lock = threading.Lock()
         self.host = self.there = torch.empty(0, dtype=torch.uint8)
+        # Views of each part that was copied.
+        self.made = {}
 
     def mark(self):
         """The work that this thread's stream was given so far. None: a CPU, which is done with it."""
@@ -52,10 +58,10 @@ class TorchCopies:
             host.copy_(memory(address, length))
             try:
                 there.copy_(host, non_blocking=True)
-                tokens, *places = self.places(spans)
+                tokens, places = self.places(spans, sizes)
                 for part in parts:
-                    pages, rows = self.views(part, there, sizes)
-                    pages[tuple(places)] = rows[:, tokens].transpose(0, 1)
+                    views = self.views(part, sizes)
+                    views.pages[places] = some(views.there, tokens)
             finally:
                 # After an error, too, nothing may be written once the load has ended.
                 wait(self.mark())
@@ -64,52 +70,85 @@ class TorchCopies:
         with self.lock, torch.inference_mode():
             wait(after)
             host, there = self.buffers(length)
-            tokens, *places = self.places(spans)
+            tokens, places = self.places(spans, sizes)
             for part in parts:
-                pages, rows = self.views(part, there, sizes)
-                rows[:, tokens] = pages[tuple(places)].transpose(0, 1)
+                views = self.views(part, sizes)
+                put(views.there, tokens, views.pages[places])
             host.copy_(there)
             wait(self.mark())
             # The slot's other bytes are other ranks'.
-            slot, own = memory(address, length), tokens.cpu()
+            slot, own = memory(address, length), None if tokens is None else tokens.cpu()
+            slots = {width: numbers(slot, width) for width in {self.views(part, sizes).width for part in parts}}
             for part in parts:
-                to, stored = in_object(part, slot, sizes, 1), in_object(part, host, sizes, 1)
-                if len(own) == sizes[0]:
-                    to.copy_(stored)
-                else:
-                    to[:, own] = stored[:, own]
+                views = self.views(part, sizes)
+                put(rows_of(part, slots[views.width], sizes, views.width), own, some(views.host, own))
 
     def buffers(self, length):
         """On the host and on the device, as long as the slot."""
         if len(self.host) < length:
             # Neither, where there is no memory for one.
             self.host, self.there = pinned(length), torch.empty(length, dtype=torch.uint8, device=self.device)
+            self.made.clear()
         return self.host[:length], self.there[:length]
 
-    def places(self, spans):
-        """Of each token its row in the chunk, its block and its row in the block."""
+    def places(self, spans, sizes):
+        """The chunk's tokens, None for all of them; and of each its block and its row in the block."""
         rows = [(token + at, block, offset + at) for token, tokens, block, offset in spans for at in range(tokens)]
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).t().contiguous().to(self.device)
+        tokens, *places = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).t().contiguous().to(self.device)
+        return None if [row[0] for row in rows] == list(range(sizes[0])) else tokens, tuple(places)
 
-    def views(self, part, there, sizes):
-        """The pages as [block, token, head, element], and the object's rows as [head, token, element]."""
+    def views(self, part, sizes):
+        made = self.made.get((part, sizes))
+        if made is None:
+            made = self.made[part, sizes] = self.make(part, sizes)
+        return made
+
+    def make(self, part, sizes):
         (offset, row, of_head, heads, run), (address, *strides) = part
         _, blocks, block_tokens = sizes
         base = max(start for start in self.storages if start <= address)
         width = math.gcd(8, address - base, run, offset, row, of_head, *strides)
-        shape = (blocks, block_tokens, heads, run // width)
-        pages = strided(self.storages[base], width, shape, strides, address - base)
-        return pages, in_object(part, there, sizes, width)
+        pages, shape = numbers(self.storages[base], width), (blocks, block_tokens, heads, run // width)
+        return Views(
+            width,
+            strided(pages, width, shape, strides, address - base),
+            *(rows_of(part, numbers(buffer, width), sizes, width) for buffer in (self.there, self.host)),
+        )
 
 
-def in_object(part, bytes_, sizes, width):
+class Views(NamedTuple):
+    """Of one part, as numbers of `width` bytes: the pages as [block, token, head, number], and its rows in each buffer as
+    [token, head, number]."""
+
+    width: int
+    pages: torch.Tensor
+    there: torch.Tensor
+    host: torch.Tensor
+
+
+def some(rows, tokens):
+    return rows if tokens is None else rows[tokens]
+
+
+def put(to, tokens, rows):
+    if tokens is None:
+        to.copy_(rows)
+    else:
+        to[tokens] = rows
+
+
+def numbers(bytes_, width):
+    return bytes_[: len(bytes_) // width * width].view(WIDTHS[width])
+
+
+def rows_of(part, numbers, sizes, width):
+    """An object's rows of a part, as [token, head, number]."""
     (offset, row, of_head, heads, run), _ = part
-    return strided(bytes_, width, (heads, sizes[0], run // width), (of_head, row), offset)
+    return strided(numbers, width, (sizes[0], heads, run // width), (row, of_head), offset)
 
 
-def strided(bytes_, width, shape, strides, offset):
-    """A view of bytes as numbers of `width` bytes; the innermost ones are side by side."""
-    numbers = bytes_[: len(bytes_) // width * width].view(WIDTHS[width])
+def strided(numbers, width, shape, strides, offset):
+    """A view of numbers of `width` bytes; the innermost ones are side by side."""
     first = numbers.storage_offset() + offset // width
     return numbers.as_strided(shape, [*(stride // width for stride in strides), 1], first)
 

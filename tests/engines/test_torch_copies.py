@@ -16,6 +16,7 @@ from gateway import Gateway
 from kvgate import Prompt, Space, Worker, torch_check
 from kvgate.tensors import describe
 from kvgate.torch_copies import TorchCopies, are_needed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FOREIGN = foreign_device.load()
 CHUNK, LAYERS, HEADS, DIM, BLOCKS = 8, 2, 4, 6, 16
@@ -67,6 +68,20 @@ class Watch:
     def synchronize(self):
         self.said.append("waited")
         self.mark.synchronize()
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, call, types, arguments=(), named=None):
+        self.calls += 1
+        return call(*arguments, **(named or {}))
+
+
+def broken():
+    raise RuntimeError("out of order")
 
 
 class Rank:
@@ -264,14 +279,26 @@ class DeviceTest(unittest.TestCase):
 
     def test_a_load_that_fails_half_way_leaves_nothing_under_way(self):
         copies, arguments = self.one_plane_each()
-        second = copies.views
-        copies.views = mock.Mock(
-            side_effect=[second(*self.first_view(copies, arguments)), RuntimeError("out of order")]
-        )
+        make = copies.make
+        copies.make = mock.Mock(side_effect=lambda *of: make(*of) if copies.make.call_count == 1 else broken())
         with self.assertRaisesRegex(RuntimeError, "out of order"):
             copies.load(*arguments)
         # What the first plane's copy began was waited for.
         self.assertEqual(copies.said, ["marked", "waited"])
+
+    def test_a_plane_takes_few_calls_of_torch(self):
+        """After each of them the thread waits for the interpreter, up to 5 ms where the engine is busy."""
+        copies, (*address, parts, spans, sizes, after) = self.one_plane_each()
+
+        def calls(copy, parts):
+            with Calls() as counted:
+                copy(*address, parts, spans, sizes, after)
+            return counted.calls
+
+        for copy, most in ((copies.load, 1), (copies.store, 4)):
+            # Views are made in the first one.
+            copy(*address, parts, spans, sizes, after)
+            self.assertLessEqual(calls(copy, parts) - calls(copy, parts[:1]), most)
 
     def test_without_memory_for_its_buffers_a_copy_fails_and_the_next_one_has_both(self):
         copies, arguments = self.one_plane_each()
@@ -303,10 +330,6 @@ class DeviceTest(unittest.TestCase):
         ]
         spans, sizes = [(0, CHUNK, 3, 0)], (CHUNK, BLOCKS, CHUNK)
         return Watched(self.layers), (self.payload.data_ptr(), LAYERS * plane, parts, spans, sizes, None)
-
-    def first_view(self, copies, arguments):
-        _, length, parts, _, sizes, _ = arguments
-        return parts[0], copies.buffers(length)[1], sizes
 
 
 if __name__ == "__main__":
