@@ -4,12 +4,15 @@
 A load goes from the slot into a host buffer, pinned where torch can, then in one transfer to the device, and there by index into
 the pages. A store is the same backwards. One copy at a time: the buffers are shared.
 
-Each call of torch lets go of the interpreter, and gets it back only after 5 ms where another thread never rests, as the one
-does that waits for a load to end. So views are made once, and a plane takes one call in a load and four in a store.
+Each call of torch lets go of the interpreter, and where another thread never rests, as an engine's does that waits for a load
+to end, it gets it back only after Python's switch interval: 5 ms. So that is shorter while a copy runs, and views are made once: a
+plane takes one call in a load and four in a store.
 """
 
+import contextlib
 import ctypes
 import math
+import sys
 import threading
 from typing import NamedTuple
 
@@ -17,6 +20,10 @@ import torch
 
 WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Rows are moved as they are, in the widest steps that fit."""
+SWITCH_SECONDS = 1e-4
+"""After so long a thread that computes lets a copy have the interpreter."""
+COPYING = threading.Lock()
+"""One copy at a time in a process: its interpreter has one switch interval."""
 
 
 def are_needed(device):
@@ -34,7 +41,6 @@ class TorchCopies:
             storage = tensor.untyped_storage()
             everything = tensor.view(torch.uint8).as_strided((storage.nbytes(),), (1,), 0)
             self.storages[storage.data_ptr()] = everything
-        self.lock = threading.Lock()
         self.host = self.there = torch.empty(0, dtype=torch.uint8)
         # Views of each part that was copied.
         self.made = {}
@@ -52,7 +58,7 @@ class TorchCopies:
     # tokens of a block.
 
     def load(self, address, length, parts, spans, sizes, after):
-        with self.lock, torch.inference_mode():
+        with COPYING, quick_switches(), torch.inference_mode():
             wait(after)
             host, there = self.buffers(length)
             host.copy_(memory(address, length))
@@ -67,7 +73,7 @@ class TorchCopies:
                 wait(self.mark())
 
     def store(self, address, length, parts, spans, sizes, after):
-        with self.lock, torch.inference_mode():
+        with COPYING, quick_switches(), torch.inference_mode():
             wait(after)
             host, there = self.buffers(length)
             tokens, places = self.places(spans, sizes)
@@ -124,6 +130,16 @@ class Views(NamedTuple):
     pages: torch.Tensor
     there: torch.Tensor
     host: torch.Tensor
+
+
+@contextlib.contextmanager
+def quick_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def some(rows, tokens):

@@ -5,6 +5,7 @@ python tests/engines/test_torch_copies.py     in an environment with the wheel a
 
 import json
 import os
+import sys
 import tempfile
 import time
 import unittest
@@ -78,10 +79,6 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, call, types, arguments=(), named=None):
         self.calls += 1
         return call(*arguments, **(named or {}))
-
-
-def broken():
-    raise RuntimeError("out of order")
 
 
 class Rank:
@@ -279,12 +276,22 @@ class DeviceTest(unittest.TestCase):
 
     def test_a_load_that_fails_half_way_leaves_nothing_under_way(self):
         copies, arguments = self.one_plane_each()
-        make = copies.make
-        copies.make = mock.Mock(side_effect=lambda *of: make(*of) if copies.make.call_count == 1 else broken())
+        make, before, during = copies.make, sys.getswitchinterval(), []
+
+        def once(*of):
+            during.append(sys.getswitchinterval())
+            if len(during) == 2:
+                raise RuntimeError("out of order")
+            return make(*of)
+
+        copies.make = once
         with self.assertRaisesRegex(RuntimeError, "out of order"):
             copies.load(*arguments)
         # What the first plane's copy began was waited for.
         self.assertEqual(copies.said, ["marked", "waited"])
+        # The engine's threads leave the interpreter to a copy sooner, and only to a copy.
+        self.assertLess(max(during), before)
+        self.assertEqual(sys.getswitchinterval(), before)
 
     def test_a_plane_takes_few_calls_of_torch(self):
         """After each of them the thread waits for the interpreter, up to 5 ms where the engine is busy."""
