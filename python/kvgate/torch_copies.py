@@ -6,7 +6,7 @@ the pages. A store is the same backwards. One copy at a time: the buffers are sh
 
 Each call of torch lets go of the interpreter, and where another thread never rests, as an engine's does that waits for a load
 to end, it gets it back only after Python's switch interval: 5 ms. So that is shorter while a copy runs, and views are made once: a
-plane takes one call in a load and four in a store.
+plane of a whole chunk takes one call in a load and four in a store.
 """
 
 import contextlib
@@ -58,8 +58,9 @@ class TorchCopies:
     # tokens of a block.
 
     def load(self, address, length, parts, spans, sizes, after):
+        # Not while others are held up: what the engine computes may wait for them.
+        wait(after)
         with COPYING, quick_switches(), torch.inference_mode():
-            wait(after)
             host, there = self.buffers(length)
             host.copy_(memory(address, length))
             try:
@@ -73,8 +74,8 @@ class TorchCopies:
                 wait(self.mark())
 
     def store(self, address, length, parts, spans, sizes, after):
+        wait(after)
         with COPYING, quick_switches(), torch.inference_mode():
-            wait(after)
             host, there = self.buffers(length)
             tokens, places = self.places(spans, sizes)
             for part in parts:

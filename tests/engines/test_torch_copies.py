@@ -307,6 +307,15 @@ class DeviceTest(unittest.TestCase):
             copy(*address, parts, spans, sizes, after)
             self.assertLessEqual(calls(copy, parts) - calls(copy, parts[:1]), most)
 
+    def test_a_longer_object_has_larger_buffers(self):
+        copies, (_, length, *more) = self.one_plane_each()
+        for longer, payload in enumerate((self.payload, -self.payload)):
+            # The same parts, and bytes of others behind them.
+            object_ = torch.cat([payload.flatten(), torch.zeros(longer * length, dtype=torch.float16)])
+            copies.load(object_.data_ptr(), length * (longer + 1), *more)
+            for layer, plane in zip(self.layers, payload, strict=True):
+                self.assertTrue(torch.equal(layer.cpu()[3], plane))
+
     def test_without_memory_for_its_buffers_a_copy_fails_and_the_next_one_has_both(self):
         copies, arguments = self.one_plane_each()
         length = arguments[1]

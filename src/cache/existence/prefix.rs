@@ -1,7 +1,7 @@
 //! The search for the end of a prompt's stored prefix. It asks for several positions a round and narrows the
 //! interval in which the run must end. No I/O.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 /// The state of one chunk of a prompt, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,7 +21,8 @@ pub enum ChunkState {
 /// The run goes on from where what is known ends, and most often not at all, or nearly to the end of the prompt. So the
 /// first round asks for the first unknown chunk, and at growing distances back from the end. The next two ask around the
 /// place where a *run hint* of the last chunk that was found says that its prompt's chunks end, and for the end of what is
-/// open. What is then still open is cut evenly, whatever hints say. A hint never counts as an answer.
+/// open. What is then still open is cut evenly, whatever hints say, and so it is where a hint promises more than is there. A
+/// hint never counts as an answer.
 ///
 /// Of a *doubtful* chunk, one that was absent or of no use lately, those after it tell nothing: it is asked for before all
 /// others.
@@ -82,6 +83,10 @@ impl PrefixSearch {
                     .collect()
             }
             _ if open.len() <= FEW => open.clone(),
+            // Not all of its prompt is there: nothing tells where the run ends.
+            (2 | 3, Some(&run_end)) if run_end > end => {
+                [vec![end - 1], spread(&open, probes.saturating_sub(1))].concat()
+            }
             (2, Some(&run_end)) => around(run_end, end, &open),
             (3, Some(&run_end)) => [around(run_end, end, &open), spread(&open, SPREAD)].concat(),
             (2, None) => {
@@ -98,9 +103,10 @@ impl PrefixSearch {
         if ask.is_empty() {
             ask = spread(&open, probes);
         }
+        let mut taken = HashSet::new();
+        ask.retain(|&i| taken.insert(i));
         ask.truncate(probes.max(1));
         ask.sort_unstable();
-        ask.dedup();
         ask
     }
 
@@ -249,10 +255,14 @@ mod tests {
         // A prompt that went on from there added one chunk.
         let found = search_with(cold(), 15, |i| state(i < 151), |i| (i < 150).then_some(150));
         assert_eq!(found, ((151, 151), 12, 2));
+        // The writer has stored half of it so far.
+        let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 100), |_| Some(200));
+        assert_eq!(run, (100, 100));
+        assert!(asked <= 40 && rounds <= 4, "{asked} questions in {rounds} rounds");
         // The writer gave up the last ten.
         let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 140), |_| Some(150));
         assert_eq!(run, (140, 140));
-        assert!(asked <= 32 && rounds <= 5, "{asked} questions in {rounds} rounds");
+        assert!(asked <= 40 && rounds <= 4, "{asked} questions in {rounds} rounds");
         // Another prompt went on from where the first writer's ends.
         let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 170), |i| (i < 60).then_some(60));
         assert_eq!(run, (170, 170));

@@ -304,7 +304,7 @@ fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> 
     Ok(table)
 }
 
-/// Whether the tokens of every block are runs of at least `direct_bytes`, so that DMAs alone are as fast. It is all planes
+/// Whether the tokens of every block are runs of at least `direct_bytes`, so that DMAs alone are nearly as fast. It is all planes
 /// or none: a stream that touches pages waits for the engine, and DMAs into staging buffers don't, so a copy of both sorts
 /// would need streams of both.
 fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
