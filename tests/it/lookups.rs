@@ -103,9 +103,9 @@ async fn run_hints_lead_to_the_end_of_a_prompt(backend: &Backend) {
     // What a hint says is no answer: all but the chunks that were asked for are inferred.
     assert_eq!(found.inferred.count(), longer.hashes.len() - cost as usize);
     match site.capabilities.metadata {
-        // The first chunk and five near the end; then the last that the hint names, three after it, a further one, and
-        // the last that is open.
-        true => assert_eq!(cost, 12),
+        // The first chunk and five near the end; then the last that the hint names, three after it, and the
+        // last that is open.
+        true => assert_eq!(cost, 11),
         false => assert!(cost <= 64, "{cost} requests"),
     }
     let exact = lookup(&site.gateway(), &longer, Strategy::Exact).await;

@@ -40,8 +40,6 @@ pub struct PrefixSearch {
 const BACK: [(usize, usize); 5] = [(1, 0), (2, 0), (3, 32), (5, 64), (9, 96)];
 /// After the first round, so few chunks are all asked for.
 const FEW: usize = 3;
-/// From so many open chunks on, a position beyond the end that a hint tells is asked for too.
-const MANY: usize = 12;
 /// Positions that the next rounds ask for beside those that a hint or a distance tells.
 const SPREAD: usize = 3;
 
@@ -87,8 +85,8 @@ impl PrefixSearch {
             (2 | 3, Some(&run_end)) if run_end > end => {
                 [vec![end - 1], spread(&open, probes.saturating_sub(1))].concat()
             }
-            (2, Some(&run_end)) => around(run_end, end, &open),
-            (3, Some(&run_end)) => [around(run_end, end, &open), spread(&open, SPREAD)].concat(),
+            (2, Some(&run_end)) => around(run_end, end),
+            (3, Some(&run_end)) => [around(run_end, end), spread(&open, SPREAD)].concat(),
             (2, None) => {
                 // A server without metadata has no hints: more questions make up for them.
                 let more = match self.run_ends.is_empty() {
@@ -156,12 +154,9 @@ impl PrefixSearch {
 }
 
 /// Where the run most likely ends if a hint says `run_end`, the most likely first: there, a chunk or two later, for a prompt
-/// that went on from there, or at the end of what is open. Of many open chunks also further on, rather near than far.
-fn around(run_end: usize, end: usize, open: &[usize]) -> Vec<usize> {
-    let further = run_end + 1 + end.saturating_sub(run_end + 1) / 3;
-    let further = (open.len() >= MANY).then_some(further);
-    let near = [run_end - 1, run_end, run_end + 1, end - 1, run_end + 2];
-    near.into_iter().chain(further).collect()
+/// that went on from there, or at the end of what is open.
+fn around(run_end: usize, end: usize) -> Vec<usize> {
+    vec![run_end - 1, run_end, run_end + 1, end - 1, run_end + 2]
 }
 
 /// So many of them, evenly.
@@ -250,11 +245,11 @@ mod tests {
     fn a_hint_leads_to_the_end() {
         let cold = || vec![ChunkState::NotAsked; 200];
         let found = search_with(cold(), 15, |i| state(i < 150), |_| Some(150));
-        // Six at first; then the last chunk that the hint promises, three after it, a further one, and the last.
-        assert_eq!(found, ((150, 150), 12, 2));
+        // Six at first; then the last chunk that the hint promises, three after it, and the last.
+        assert_eq!(found, ((150, 150), 11, 2));
         // A prompt that went on from there added one chunk.
         let found = search_with(cold(), 15, |i| state(i < 151), |i| (i < 150).then_some(150));
-        assert_eq!(found, ((151, 151), 12, 2));
+        assert_eq!(found, ((151, 151), 11, 2));
         // The writer has stored half of it so far.
         let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 100), |_| Some(200));
         assert_eq!(run, (100, 100));
