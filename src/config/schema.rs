@@ -145,7 +145,7 @@ sections! {
         /// Time for one lookup as a whole.
         deadline: Duration = "2s", Time { min_ms: 1, max_ms: 60_000 };
         /// How long a chunk that was seen counts as present; 0: ask each time.
-        present_ttl: Duration = "5m", Time { min_ms: 0, max_ms: 7 * 86_400_000 };
+        present_ttl: Duration = "10m", Time { min_ms: 0, max_ms: 7 * 86_400_000 };
         /// How long a chunk that was missing counts as absent; 0: ask each time.
         absent_ttl: Duration = "2s", Time { min_ms: 0, max_ms: 3_600_000 };
         /// Memory for what is known to exist or not.

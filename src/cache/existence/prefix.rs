@@ -35,9 +35,11 @@ pub struct PrefixSearch {
     rounds: usize,
 }
 
-/// Distances back from the end at which the first round asks, each with the number of open chunks from which on it does. On
-/// recorded prompts these take the fewest questions and rounds: `kvgate replay`.
-const BACK: [(usize, usize); 5] = [(1, 0), (2, 0), (3, 32), (5, 64), (9, 96)];
+/// Distances back from the end at which the first round asks, each with the number of a prompt's chunks from which on it
+/// does. On recorded prompts these take the fewest questions and rounds: `kvgate replay`.
+const BACK: [(usize, usize); 5] = [(1, 0), (2, 0), (3, 64), (5, 64), (9, 96)];
+/// With so few open chunks it asks at a distance of 3 too.
+const SHORT: usize = 12;
 /// After the first round, so few chunks are all asked for.
 const FEW: usize = 3;
 /// Positions that the next rounds ask for beside those that a hint or a distance tells.
@@ -72,7 +74,10 @@ impl PrefixSearch {
         // The most important first.
         let mut ask: Vec<usize> = match (self.rounds, run_end) {
             (1, _) => {
-                let back = BACK.iter().filter(|(_, open_chunks)| open.len() >= *open_chunks);
+                let chunks = self.states.len();
+                let is_short = open.len() <= SHORT;
+                let asks = |(distance, from): &&(usize, usize)| chunks >= *from || is_short && *distance <= 3;
+                let back = BACK.iter().filter(asks);
                 let back = back.filter_map(|(distance, _)| open.len().checked_sub(*distance));
                 open.first()
                     .copied()

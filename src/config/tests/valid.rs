@@ -9,7 +9,7 @@ fn defaults() {
     assert_eq!(config.s3.endpoint, None);
     assert_eq!(config.s3.region, "us-east-1");
     assert_eq!(config.s3.part_size, ByteSize(16 * MIB));
-    assert_eq!(config.lookup.present_ttl, Duration::from_mins(5));
+    assert_eq!(config.lookup.present_ttl, Duration::from_mins(10));
     assert_eq!(config.lookup.strategy, Strategy::Prefix);
     assert_eq!(config.log.level, LogLevel::Info);
 }

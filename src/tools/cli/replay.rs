@@ -1,11 +1,12 @@
 //! `kvgate replay`: a recorded trace through the eviction policies, in simulation. It needs no server.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
 
-use crate::config::units::ByteSize;
+use crate::config::units::{ByteSize, parse_duration, show_duration};
 use crate::protocol::{EvictionPolicy, Strategy};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::input;
@@ -54,6 +55,9 @@ pub struct ReplayArgs {
     /// share of the new bytes that the trace has a second on average.
     #[arg(long, value_name = "BUDGET,..", value_delimiter = ',', value_parser = budget, default_value = "all,75%,50%,25%")]
     admit: Vec<Budget>,
+    /// How long a node counts a chunk that it saw as there, for the lookups; the default is that of [lookup] present_ttl.
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10m")]
+    present_ttl: Duration,
     /// Dollars for a thousand PUTs.
     #[arg(long, value_name = "DOLLARS", value_parser = dollars, default_value = "0.005")]
     price_put: f64,
@@ -82,8 +86,7 @@ pub struct ReplayArgs {
 const TRACE_MAX: ByteSize = ByteSize(4 << 30);
 /// Positions that a search asks for in one round: the default of `[lookup] probes`.
 const PROBES: usize = 15;
-/// The defaults of `[lookup] present_ttl` and `absent_ttl`.
-const PRESENT_TTL_MS: u64 = 300_000;
+/// The default of `[lookup] absent_ttl`.
 const ABSENT_TTL_MS: u64 = 2_000;
 
 fn blocks(text: &str) -> Result<usize, String> {
@@ -183,26 +186,7 @@ pub fn run(args: &ReplayArgs, out: &mut Out) -> Result<(), CliError> {
     ))?;
     show_sizes(out, &sizes, everything)?;
     args.show_costs(out, &trace, &costs)?;
-    show_lookups(out, &trace, &looked_up)
-}
-
-fn show_lookups(out: &mut Out, trace: &Trace, lookups: &[Lookups]) -> Result<(), CliError> {
-    let prompts = trace.prompts.len() as f64;
-    let row = |of: &Lookups| {
-        vec![
-            of.plan.strategy.to_string(),
-            of.plan.nodes.to_string(),
-            if of.plan.hints { "yes" } else { "no" }.to_owned(),
-            format!("{:.2}", of.heads as f64 / prompts),
-            format!("{:.2}", of.rounds as f64 / prompts),
-            of.rounds_p99.to_string(),
-            of.rounds_max.to_string(),
-        ]
-    };
-    let rows: Vec<Vec<String>> = lookups.iter().map(row).collect();
-    out.line("\nQuestions of a lookup. Each node remembers what it saw, for the default times; no block is in its memory:\n")?;
-    let headings = ["lookup", ">nodes", "hints", ">HEAD", ">rounds", ">p99", ">most"];
-    out.table(&headings, &rows)
+    args.show_lookups(out, &trace, &looked_up)
 }
 
 fn show_sizes(out: &mut Out, sizes: &[AtSize], everything: f64) -> Result<(), CliError> {
@@ -323,13 +307,35 @@ impl ReplayArgs {
                 strategy,
                 nodes: usize::from(nodes),
                 hints,
-                present_ttl_ms: PRESENT_TTL_MS,
+                present_ttl_ms: u64::try_from(self.present_ttl.as_millis()).unwrap_or(u64::MAX),
                 absent_ttl_ms: ABSENT_TTL_MS,
                 probes: PROBES,
             })
         };
         let plans = self.nodes.iter().flat_map(of_nodes);
         plans.map(|plan| lookups(trace, plan)).collect()
+    }
+
+    fn show_lookups(&self, out: &mut Out, trace: &Trace, lookups: &[Lookups]) -> Result<(), CliError> {
+        let prompts = trace.prompts.len() as f64;
+        let row = |of: &Lookups| {
+            vec![
+                of.plan.strategy.to_string(),
+                of.plan.nodes.to_string(),
+                if of.plan.hints { "yes" } else { "no" }.to_owned(),
+                format!("{:.2}", of.heads as f64 / prompts),
+                format!("{:.3}", of.rounds as f64 / prompts),
+                of.rounds_p99.to_string(),
+                of.rounds_max.to_string(),
+            ]
+        };
+        let rows: Vec<Vec<String>> = lookups.iter().map(row).collect();
+        out.line(format!(
+            "\nQuestions of a lookup. Each node remembers for {} what it saw; no block is in its memory:\n",
+            show_duration(self.present_ttl),
+        ))?;
+        let headings = ["lookup", ">nodes", "hints", ">HEAD", ">rounds", ">p99", ">most"];
+        out.table(&headings, &rows)
     }
 
     fn show_costs(&self, out: &mut Out, trace: &Trace, costs: &[Cost]) -> Result<(), CliError> {
