@@ -246,6 +246,20 @@ mod tests {
         assert_eq!(found, ((29, 29), 3, 1));
     }
 
+    /// Of a long prompt also where little of it is open, and of the last twelve open chunks of a short one.
+    #[test]
+    fn how_far_back_the_first_round_asks_is_up_to_the_prompt() {
+        let first_round = |chunks: usize, known: usize| {
+            let mut states = vec![ChunkState::NotAsked; chunks];
+            states[..known].fill(ChunkState::Present);
+            PrefixSearch::new(states, Vec::new()).next(15)
+        };
+        assert_eq!(first_round(200, 180), [180, 191, 195, 197, 198, 199]);
+        assert_eq!(first_round(70, 50), [50, 65, 67, 68, 69]);
+        assert_eq!(first_round(30, 18), [18, 27, 28, 29]);
+        assert_eq!(first_round(30, 17), [17, 28, 29]);
+    }
+
     #[test]
     fn a_hint_leads_to_the_end() {
         let cold = || vec![ChunkState::NotAsked; 200];
