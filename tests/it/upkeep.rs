@@ -12,7 +12,7 @@ use hyper::body::{Bytes, Incoming};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response};
 use hyper_util::rt::TokioIo;
-use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
 use kvgate::format::{
     ChunkHash, ChunkHasher, Header, KeyPrefix, Keyring, Space, SpaceKey, TenantKeys, TenantSecret,
 };
@@ -28,7 +28,7 @@ use tokio::time::Instant;
 use crate::outage::{ALL_RGW, rgw, rgw_with};
 use crate::support::backends::{Backend, listen, on_backends, options};
 use crate::support::daemon;
-use crate::support::fixture::{Prompt, Site, arena, lookup, soon, store_all};
+use crate::support::fixture::{Prompt, Site, arena, load_codes, lookup, soon, store_all, store_chunk};
 use crate::support::program::{Said, kvgate};
 
 on_backends! {
@@ -45,6 +45,7 @@ on_backends! {
     an_interrupted_gc_says_what_it_did: embedded;
     a_copy_in_place_makes_an_object_new: embedded, rgw, minio;
     chunks_in_use_are_refreshed_with_all_before_them: embedded, rgw;
+    what_follows_a_removed_chunk_is_stored_again: embedded, rgw;
     nodes_remove_nothing_where_none_can_lead: rclone;
     lifecycle_is_told_where_there_is_none: embedded, rclone;
     cold_chunks_expire_and_hot_ones_stay: rgw;
@@ -1152,4 +1153,30 @@ async fn nodes_remove_nothing_where_none_can_lead(backend: &Backend) {
         .expect("it says so");
     assert!(line.contains("kvgate gc"), "{line}");
     child.kill().await.unwrap();
+}
+
+/// A load ends at its first miss. The node that had seen the chunks took stores of those behind it as done.
+async fn what_follows_a_removed_chunk_is_stored_again(backend: &Backend) {
+    let site = Site::new(backend.store().await).await;
+    let one_get_at_a_time = GatewayOptions {
+        get_bytes_max: 1,
+        ..site.options()
+    };
+    let gateway = site.gateway_with(Arc::clone(&site.store), one_get_at_a_time);
+    let prompt = Prompt::new(5);
+    store_all(&gateway, &prompt).await;
+    for i in [2, 3] {
+        site.remove(site.key(&prompt, i)).await;
+    }
+    let codes = load_codes(&gateway, &prompt, AfterMiss::Stop).await;
+    assert_eq!(codes, ["ok", "ok", "absent", "run_ended", "run_ended"]);
+    for i in 2..5 {
+        let outcome = store_chunk(&gateway, &prompt, i).await;
+        let is_new = matches!(outcome, StoreOutcome::Stored);
+        assert_eq!(is_new, i < 4, "chunk {i}: {outcome:?}");
+    }
+    assert_eq!(
+        load_codes(&site.gateway(), &prompt, AfterMiss::Stop).await,
+        ["ok"; 5]
+    );
 }

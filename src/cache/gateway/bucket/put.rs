@@ -119,6 +119,18 @@ impl Bucket {
             .filter(|_| self.is_present(key).is_none())
     }
 
+    /// A chunk of this prompt that was to be there is gone, so these after it may be gone too, and they aren't loaded. What was
+    /// known of them counts no more: an engine computes them, and its store asks S3 first.
+    pub fn doubt(&self, space: &Space, chunks: &[ChunkHash]) {
+        if !space.kind().is_full() {
+            return;
+        }
+        for chunk in chunks {
+            self.cache.forget(&(space.key(), *chunk));
+        }
+        self.unanswered.add(space.key(), chunks, None);
+    }
+
     /// Deletes a chunk once no PUT of it is under way: a PUT that S3 has received could take effect after the
     /// DELETE. No other change of the chunk starts before the returned value is dropped.
     pub async fn delete(self: &Arc<Self>, key: ChunkId, deadline: Instant) -> Result<Change, ObjectError> {

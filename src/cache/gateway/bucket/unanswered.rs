@@ -1,6 +1,6 @@
-//! Chunks that a lookup got no answer for. An engine computes and stores them, though S3 may well have them. So S3 is asked
-//! for each before its body is sent. After an outage all nodes have such chunks, so those of each lookup wait for a while
-//! of their own first.
+//! Chunks that a lookup got no answer for, and those behind one that a load found gone. An engine computes and stores them,
+//! though S3 may well have them. So S3 is asked for each before its body is sent. After an outage all nodes have such
+//! chunks, so those of each lookup wait for a while of their own first.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

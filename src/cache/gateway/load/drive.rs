@@ -30,7 +30,7 @@ use crate::s3::object::ErrorKind;
 pub struct Drive {
     pub tiers: Arc<Tiers>,
     pub space: Space,
-    pub chunks: Vec<ChunkHash>,
+    pub chunks: Arc<[ChunkHash]>,
     /// The first chunk for the driver; those before need none.
     pub first: usize,
     /// Of each chunk in chunk order.
@@ -81,7 +81,7 @@ impl Drive {
             tiers: Arc::clone(tiers),
             sections: layout.sections(part_bytes).into(),
             space: request.space,
-            chunks: request.chunks,
+            chunks: request.chunks.into(),
             first: 0,
             deadline: request.deadline,
             number: tiers.bucket.get_turns.load(),
@@ -371,7 +371,18 @@ impl Drive {
         last: bool,
         fetch: impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static,
     ) -> Result<(), LoadGone> {
-        let fetch = Task::spawn(fetch);
+        let (tiers, space, chunks) = (
+            Arc::clone(&self.tiers),
+            self.space.clone(),
+            Arc::clone(&self.chunks),
+        );
+        let fetch = Task::spawn(async move {
+            let outcome = fetch.await;
+            if matches!(outcome, Err(Miss::Absent)) {
+                tiers.bucket.doubt(&space, &chunks[index + 1..]);
+            }
+            outcome
+        });
         let step = LoadStep { index, last, fetch };
         self.steps.send(step).map_err(|_| LoadGone)
     }
