@@ -154,7 +154,7 @@ sections! {
         concurrency: u32 = "64", Between(1, 4096);
         /// Positions that strategy `prefix` asks for in one round, at most.
         probes: u32 = "15", Between(1, 1024);
-        /// Chunks of lookups that are remembered: so many that were not found, for run hints, and so many without an answer, which S3 is asked for before they are stored. Some 200 bytes each.
+        /// Chunks of lookups that are remembered: so many that were not found, for run hints, and so many without an answer, or behind one that is gone, which S3 is asked for before they are stored. Some 200 bytes each.
         run_chunks: u32 = "32768", Between(64, 100_000_000);
     }
 

@@ -119,6 +119,12 @@ impl ExistenceCache {
         self.removed(self.entries.remove(key).is_some());
     }
 
+    /// Forgets a chunk that was seen. That it is absent stays known.
+    pub fn doubt(&self, key: &ChunkId) {
+        let is_present = |_: &ChunkId, entry: &Entry| matches!(entry.known, Known::Present(_));
+        self.removed(self.entries.remove_if(key, is_present).is_some());
+    }
+
     /// Forgets the existence of all chunks; damage stays known.
     pub fn forget_all(&self) {
         // Locked throughout, so that no entry is learned without its place in the eviction order.

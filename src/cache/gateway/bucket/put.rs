@@ -87,8 +87,8 @@ impl Bucket {
         self.store_object(&space, hash, object, deadline, permits).await
     }
 
-    /// Whether S3 has the chunk already, so that no body need be sent. S3 is asked only where a lookup got no answer. Where it
-    /// gives none now either, the PUT tells; fails where there is no connection.
+    /// Whether S3 has the chunk already, so that no body need be sent. S3 is asked only for [unanswered](super::unanswered) ones.
+    /// Where it gives no answer, the PUT tells; fails where there is no connection.
     pub async fn has_already(
         &self,
         space: &Space,
@@ -119,16 +119,12 @@ impl Bucket {
             .filter(|_| self.is_present(key).is_none())
     }
 
-    /// A chunk of this prompt that was to be there is gone, so these after it may be gone too, and they aren't loaded. What was
-    /// known of them counts no more: an engine computes them, and its store asks S3 first.
+    /// Nothing is known any more of whether these are there. A store asks first.
     pub fn doubt(&self, space: &Space, chunks: &[ChunkHash]) {
-        if !space.kind().is_full() {
-            return;
-        }
         for chunk in chunks {
-            self.cache.forget(&(space.key(), *chunk));
+            self.cache.doubt(&(space.key(), *chunk));
         }
-        self.unanswered.add(space.key(), chunks, None);
+        self.unanswered.add_at_once(space.key(), chunks);
     }
 
     /// Deletes a chunk once no PUT of it is under way: a PUT that S3 has received could take effect after the

@@ -33,7 +33,15 @@ impl Unanswered {
             // S3 refused the lookup's questions, and will refuse those of a store.
             return;
         }
-        let pause = PAUSE_MAX.mul_f64(fastrand::f64());
+        self.put(space, chunks, PAUSE_MAX.mul_f64(fastrand::f64()));
+    }
+
+    /// They are behind one that a load found gone. That is no outage, so there is no pause.
+    pub fn add_at_once(&self, space: SpaceKey, chunks: &[ChunkHash]) {
+        self.put(space, chunks, Duration::ZERO);
+    }
+
+    fn put<'a>(&self, space: SpaceKey, chunks: impl IntoIterator<Item = &'a ChunkHash>, pause: Duration) {
         let mut recent = self.lock();
         for chunk in chunks {
             recent.add((space, *chunk), pause);

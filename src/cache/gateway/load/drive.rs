@@ -371,18 +371,7 @@ impl Drive {
         last: bool,
         fetch: impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static,
     ) -> Result<(), LoadGone> {
-        let (tiers, space, chunks) = (
-            Arc::clone(&self.tiers),
-            self.space.clone(),
-            Arc::clone(&self.chunks),
-        );
-        let fetch = Task::spawn(async move {
-            let outcome = fetch.await;
-            if matches!(outcome, Err(Miss::Absent)) {
-                tiers.bucket.doubt(&space, &chunks[index + 1..]);
-            }
-            outcome
-        });
+        let fetch = Task::spawn(fetch);
         let step = LoadStep { index, last, fetch };
         self.steps.send(step).map_err(|_| LoadGone)
     }

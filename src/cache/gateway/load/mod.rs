@@ -17,7 +17,7 @@ pub use self::stream::LoadStream;
 use super::credit::Credit;
 use super::task::Task;
 use super::tiers::Tiers;
-use crate::format::Protection;
+use crate::format::{ChunkHash, Protection, Space};
 use crate::protocol::Order;
 
 /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
@@ -46,12 +46,23 @@ pub fn start(tiers: &Arc<Tiers>, request: LoadSpec, credit: Option<Credit>) -> L
         Order::Chunk => drive.begin_with_memory(),
         Order::Layer => VecDeque::new(),
     };
-    LoadStream::new(chunks, order, window, after_miss, steps, ready, |run_end| {
+    let (of, space, all) = (Arc::clone(tiers), drive.space.clone(), Arc::clone(&drive.chunks));
+    let start = |run_end| {
         Task::spawn(async move {
             match order {
                 Order::Chunk => drive.in_chunk_order().await,
                 Order::Layer => drive.in_layer_order(window, run_end).await,
             }
         })
-    })
+    };
+    LoadStream::new(chunks, order, window, after_miss, steps, ready, start)
+        .at_a_gap(move |gap| doubt(&of, &space, &all[gap + 1..]))
+}
+
+/// A chunk that was to be there is gone, and the load ends before these, which may be gone too. What was known of them counts
+/// no more: an engine computes them, and a store asks S3 first.
+fn doubt(tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) {
+    if tiers.asks_s3() && space.kind().is_full() {
+        tiers.bucket.doubt(space, chunks);
+    }
 }

@@ -31,6 +31,8 @@ pub struct LoadStream {
     /// The next chunk to be told that the run ended.
     tell: usize,
     run_end: watch::Sender<usize>,
+    /// See [`at_a_gap`](Self::at_a_gap).
+    gap: Box<dyn Fn(usize) + Send + Sync>,
     steps: mpsc::UnboundedReceiver<LoadStep>,
     /// The step whose outcome comes next, once it is here.
     current: Option<LoadStep>,
@@ -75,11 +77,19 @@ impl LoadStream {
             ended_at: None,
             tell: chunks,
             run_end,
+            gap: Box::new(|_| ()),
             steps,
             current: None,
             driver: (ready.len() < chunks).then(|| start(RunEnd(receiver))),
             ready,
         }
+    }
+
+    /// `gap` is called with the position of a chunk that is gone, where that ends the run.
+    #[must_use]
+    pub fn at_a_gap(mut self, gap: impl Fn(usize) + Send + Sync + 'static) -> Self {
+        self.gap = Box::new(gap);
+        self
     }
 
     /// The order of the load: that of the request, or chunk order where layer order has no room.
@@ -125,7 +135,12 @@ impl LoadStream {
             if last || outcome.is_err() {
                 self.close(index);
             }
-            if outcome.is_err() && self.after_miss == AfterMiss::Stop {
+            if let Err(miss) = &outcome
+                && self.after_miss == AfterMiss::Stop
+            {
+                if matches!(miss, Miss::Absent) {
+                    (self.gap)(index);
+                }
                 self.end_run(index);
             }
             return Some((index, outcome));

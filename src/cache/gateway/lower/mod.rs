@@ -98,7 +98,8 @@ async fn dispatch(tiers: Arc<Tiers>) {
     while let Some(next) = tiers.behind.next() {
         let (number, chunk) = (next.number, next.chunk);
         let way = way(&tiers, &next);
-        if let Some(pause) = tiers.bucket.asks_after(&(next.space.key(), chunk)) {
+        let pause = tiers.bucket.asks_after(&(next.space.key(), chunk));
+        if let Some(pause) = pause.filter(|_| way == Way::Down) {
             // Those behind it wait too: none overtakes its parent.
             sleep_until(next.since + pause).await;
         }
