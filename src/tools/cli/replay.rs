@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::json;
 
+use crate::config::Config;
 use crate::config::units::{ByteSize, parse_duration, show_duration};
 use crate::protocol::{EvictionPolicy, Strategy};
 use crate::tools::cli::error::CliError;
@@ -55,9 +56,9 @@ pub struct ReplayArgs {
     /// share of the new bytes that the trace has a second on average.
     #[arg(long, value_name = "BUDGET,..", value_delimiter = ',', value_parser = budget, default_value = "all,75%,50%,25%")]
     admit: Vec<Budget>,
-    /// How long a node counts a chunk that it saw as there, for the lookups; the default is that of [lookup] present_ttl.
-    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10m")]
-    present_ttl: Duration,
+    /// How long a node counts a chunk that it saw as there, for the lookups, if not the default of [lookup] present_ttl.
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    present_ttl: Option<Duration>,
     /// Dollars for a thousand PUTs.
     #[arg(long, value_name = "DOLLARS", value_parser = dollars, default_value = "0.005")]
     price_put: f64,
@@ -84,10 +85,6 @@ pub struct ReplayArgs {
 
 /// Bytes of a trace at most.
 const TRACE_MAX: ByteSize = ByteSize(4 << 30);
-/// Positions that a search asks for in one round: the default of `[lookup] probes`.
-const PROBES: usize = 15;
-/// The default of `[lookup] absent_ttl`.
-const ABSENT_TTL_MS: u64 = 2_000;
 
 fn blocks(text: &str) -> Result<usize, String> {
     let lower = text.to_ascii_lowercase();
@@ -273,7 +270,7 @@ impl ReplayArgs {
             put: self.price_put,
             get: self.price_get,
             read_gib: self.price_read,
-            probes: PROBES,
+            probes: Config::default().lookup.probes as usize,
         };
         let plan = |strategy, nodes: u16, memory_blocks: usize, budget| S3Plan {
             strategy,
@@ -296,7 +293,13 @@ impl ReplayArgs {
             .collect()
     }
 
+    fn present_ttl(&self) -> Duration {
+        self.present_ttl.unwrap_or(Config::default().lookup.present_ttl)
+    }
+
     fn lookups(&self, trace: &Trace) -> Vec<Lookups> {
+        let defaults = Config::default().lookup;
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let ways = [
             (Strategy::Exact, false),
             (Strategy::Prefix, false),
@@ -307,9 +310,9 @@ impl ReplayArgs {
                 strategy,
                 nodes: usize::from(nodes),
                 hints,
-                present_ttl_ms: u64::try_from(self.present_ttl.as_millis()).unwrap_or(u64::MAX),
-                absent_ttl_ms: ABSENT_TTL_MS,
-                probes: PROBES,
+                present_ttl_ms: ms(self.present_ttl()),
+                absent_ttl_ms: ms(defaults.absent_ttl),
+                probes: defaults.probes as usize,
             })
         };
         let plans = self.nodes.iter().flat_map(of_nodes);
@@ -332,7 +335,7 @@ impl ReplayArgs {
         let rows: Vec<Vec<String>> = lookups.iter().map(row).collect();
         out.line(format!(
             "\nQuestions of a lookup. Each node remembers for {} what it saw; no block is in its memory:\n",
-            show_duration(self.present_ttl),
+            show_duration(self.present_ttl()),
         ))?;
         let headings = ["lookup", ">nodes", "hints", ">HEAD", ">rounds", ">p99", ">most"];
         out.table(&headings, &rows)
