@@ -624,6 +624,7 @@ fn gateway(store: &Arc<Heads>) -> Gateway {
         lookup_concurrency: 64,
         lookup_probes: 15,
         run_chunks: 1 << 15,
+        outage_pause_max: Duration::from_secs(30),
         log_repeat: Duration::from_mins(1),
     };
     let store: Arc<dyn ObjectStore> = Arc::<Heads>::clone(store);

@@ -852,6 +852,60 @@ async fn after_an_outage_no_body_is_sent_that_s3_has() {
     serving.end().await;
 }
 
+/// After an outage the chunks of a lookup wait, and those of others behind them; at most for an hour here.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_pause_after_an_outage_ends_with_a_flush_a_removal_and_where_room_is_short() {
+    let mut site = Site::new().await;
+    let serving = site
+        .serve(&[("store.retry_max", "1h"), ("store.write_behind", "4MiB")])
+        .await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let behind = || serving.node.status().tiers.write_behind;
+    let mut done = 0;
+    for ending in ["flush", "removal", "short of room"] {
+        let unanswered = Prompt::new(1);
+        site.stop_s3().await;
+        let look = serving
+            .client
+            .lookup_space(&unanswered.space, &unanswered.hashes, "deadline_ms=500");
+        assert_eq!(look.await.unwrap().unknown.count(), 1);
+        site.start_s3().await;
+        let other = Prompt::new(1);
+        for prompt in [&unanswered, &other] {
+            assert_eq!(store(&serving.client, &engine, prompt).await, ["stored"]);
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(
+            (behind().waiting_chunks, behind().failed_attempts),
+            (2, 0),
+            "{ending}"
+        );
+        match ending {
+            "flush" => {
+                serving.flush().await;
+                done += 2;
+            }
+            "removal" => {
+                let path = format!("/v1/chunks/{}/{}", unanswered.space.key(), unanswered.hashes[0]);
+                serving.client.delete(&path).await.unwrap();
+                done += 1;
+            }
+            _ => {
+                let chunks = (2 << 20) / unanswered.space.layout().object_len();
+                let more = Prompt::of(unanswered.space.clone(), chunks);
+                let stored = store(&serving.client, &engine, &more).await;
+                assert!(stored.iter().all(|outcome| *outcome == "stored"), "{stored:?}");
+                done += 2 + chunks as u64;
+            }
+        }
+        eventually(|| (behind().waiting_chunks, behind().stored) == (0, done)).await;
+    }
+    assert_eq!(behind().failed_attempts, 0);
+    drop(engine);
+    serving.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn keys_that_s3_refuses_are_told_as_such() {
     let site = Site::new().await;

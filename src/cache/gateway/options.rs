@@ -37,6 +37,8 @@ pub struct GatewayOptions {
     pub lookup_probes: usize,
     /// Chunks of lookups that are remembered: so many for run hints, and so many without an answer.
     pub run_chunks: usize,
+    /// The longest pause before S3 is asked for a chunk whose lookup could not reach it.
+    pub outage_pause_max: Duration,
     /// Interval at which a repeated warning is logged, with its count.
     pub log_repeat: Duration,
 }
@@ -109,6 +111,7 @@ impl From<&Config> for GatewayOptions {
             lookup_concurrency: config.lookup.concurrency as usize,
             lookup_probes: config.lookup.probes as usize,
             run_chunks: config.lookup.run_chunks as usize,
+            outage_pause_max: config.store.retry_max,
             log_repeat: config.log.repeat,
         }
     }

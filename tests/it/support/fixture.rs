@@ -116,6 +116,7 @@ impl Site {
             lookup_concurrency: 32,
             lookup_probes: 15,
             run_chunks: 1 << 15,
+            outage_pause_max: Duration::from_millis(500),
             log_repeat: Duration::from_mins(1),
         }
     }

@@ -88,7 +88,7 @@ impl Bucket {
             changed: Notify::new(),
             refresh: Refresh::default(),
             runs: Runs::new(options.run_chunks),
-            unanswered: Unanswered::new(options.run_chunks),
+            unanswered: Unanswered::new(options.run_chunks, options.outage_pause_max),
             spaces: DashMap::new(),
             store,
             warnings,

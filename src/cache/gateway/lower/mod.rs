@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use futures::future::join;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 
 use self::admit::{Way, parent_of, way};
 pub use self::backlog::knows;
@@ -101,7 +101,7 @@ async fn dispatch(tiers: Arc<Tiers>) {
         let pause = tiers.bucket.asks_after(&(next.space.key(), chunk));
         if let Some(pause) = pause.filter(|_| way == Way::Down) {
             // Those behind it wait too: none overtakes its parent.
-            sleep_until(next.since + pause).await;
+            tiers.behind.pause(number, next.since + pause).await;
         }
         let permits = match way {
             Way::Down => tiers.bucket.put_permits(next.bytes).await,

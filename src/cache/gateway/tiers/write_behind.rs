@@ -51,6 +51,8 @@ struct State {
     /// By hash, which all kinds of a model share, then by space.
     chunks: HashMap<ChunkHash, HashMap<SpaceKey, u64>>,
     committed: u64,
+    /// A flush waits for the entries up to this one.
+    flushed: u64,
     room_bytes: usize,
     /// Chunks that were given up.
     dropped: Recent<()>,
@@ -154,6 +156,7 @@ impl Behind {
                 entries: BTreeMap::new(),
                 chunks: HashMap::new(),
                 committed: 0,
+                flushed: 0,
                 room_bytes: 0,
                 dropped: Recent::new(DROPPED_MAX),
                 backlog: HashSet::new(),
@@ -182,9 +185,15 @@ impl Behind {
             };
             dropped.push(entry);
         }
+        let was_short = state.is_short(&self.options);
         state.room_bytes += bytes;
+        let is_short = state.is_short(&self.options);
         drop(state);
         self.dropped(&dropped);
+        if is_short && !was_short {
+            // A pause ends.
+            self.changed.notify_waiters();
+        }
         Some(Room {
             behind: Arc::clone(self),
             bytes,
@@ -293,6 +302,26 @@ impl Behind {
         next
     }
 
+    /// Waits until then, before an entry is started; not for one that is gone or that a flush waits for, and not
+    /// where half of the room is used up: others would find none.
+    pub async fn pause(&self, number: u64, until: Instant) {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            // From here on no notification is missed.
+            changed.as_mut().enable();
+            let is_over = {
+                let state = self.lock();
+                number <= state.flushed
+                    || !state.entries.contains_key(&number)
+                    || state.is_short(&self.options)
+            };
+            if is_over || tokio::time::timeout_at(until, changed).await.is_err() {
+                return;
+            }
+        }
+    }
+
     /// Starts an entry, unless it was given up meanwhile.
     pub fn start(&self, number: u64) -> Option<WriteBehindJob> {
         self.lock().entries.get_mut(&number)?.job.take()
@@ -394,7 +423,13 @@ impl Behind {
     /// Waits until all chunks committed before this call, in an earlier life as well, are stored or dropped; at
     /// most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
-        let upto = self.lock().committed;
+        let upto = {
+            let mut state = self.lock();
+            state.flushed = state.committed;
+            state.flushed
+        };
+        // A pause ends.
+        self.changed.notify_waiters();
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
@@ -450,6 +485,10 @@ impl Behind {
 }
 
 impl State {
+    fn is_short(&self, options: &BehindOptions) -> bool {
+        self.room_bytes > options.bytes_max / 2
+    }
+
     /// A chunk's depth, as it is or would be.
     fn depth(&self, link: Link<'_>) -> u32 {
         let is_snapshot = link.kind == Kind::State;
