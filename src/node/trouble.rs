@@ -6,7 +6,6 @@ use serde::Serialize;
 use super::status::Status;
 use crate::cache::peers::MemberState;
 use crate::cache::tier::DiskState;
-use crate::s3::fanout::BreakerPhase;
 
 /// Something that somebody should look at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -68,7 +67,7 @@ pub(super) fn troubles(status: &Status, write_behind_max: u64, noted: Noted) -> 
 
 fn addresses(status: &Status, troubles: &mut Vec<Trouble>) {
     let endpoints = &status.s3.endpoints;
-    let open = endpoints.iter().filter(|one| one.breaker != BreakerPhase::Closed);
+    let open = endpoints.iter().filter(|one| !one.works());
     let open: Vec<String> = open.map(|one| one.address.to_string()).collect();
     if open.is_empty() {
         return;

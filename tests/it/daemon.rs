@@ -9,7 +9,7 @@ use kvgate::protocol::Order;
 use kvgate::protocol::{
     CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy, TokenShare,
 };
-use kvgate::s3::fanout::BreakerPhase;
+use kvgate::s3::fanout::{BreakerPhase, EndpointState};
 
 use crate::support::daemon::{
     Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write,
@@ -852,48 +852,52 @@ async fn after_an_outage_no_body_is_sent_that_s3_has() {
     serving.end().await;
 }
 
-/// After an outage the chunks of a lookup wait, and those of others behind them; at most for an hour here.
+/// After an outage the chunks of a lookup wait before S3 is asked for them, here for an hour at most. Those behind them in
+/// their prompt wait too, and no others. The disk has them at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_pause_after_an_outage_ends_with_a_flush_a_removal_and_where_room_is_short() {
     let mut site = Site::new().await;
-    let serving = site
-        .serve(&[("store.retry_max", "1h"), ("store.write_behind", "4MiB")])
-        .await;
+    let disk = tempfile::tempdir().unwrap();
+    let disk = disk.path().display().to_string();
+    let settings = [
+        ("store.retry_max", "1h"),
+        ("store.write_behind", "4MiB"),
+        ("disk.paths", disk.as_str()),
+        ("disk.size", "64MiB"),
+    ];
+    let serving = site.serve(&settings).await;
     serving.ready().await;
     let engine = serving.attach("one").await;
     let behind = || serving.node.status().tiers.write_behind;
+    let dirty = || serving.node.status().tiers.disk.unwrap().disks[0].dirty;
     let mut done = 0;
     for ending in ["flush", "removal", "short of room"] {
-        let unanswered = Prompt::new(1);
+        let prompt = Prompt::new(2);
         site.stop_s3().await;
         let look = serving
             .client
-            .lookup_space(&unanswered.space, &unanswered.hashes, "deadline_ms=500");
+            .lookup_space(&prompt.space, &prompt.hashes[..1], "deadline_ms=5000");
         assert_eq!(look.await.unwrap().unknown.count(), 1);
         site.start_s3().await;
         let other = Prompt::new(1);
-        for prompt in [&unanswered, &other] {
-            assert_eq!(store(&serving.client, &engine, prompt).await, ["stored"]);
-        }
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        assert_eq!(
-            (behind().waiting_chunks, behind().failed_attempts),
-            (2, 0),
-            "{ending}"
-        );
+        assert_eq!(store(&serving.client, &engine, &prompt).await, ["stored"; 2]);
+        assert_eq!(store(&serving.client, &engine, &other).await, ["stored"]);
+        done += 1;
+        eventually(|| (behind().waiting_chunks, behind().stored, dirty()) == (2, done, 2)).await;
         match ending {
             "flush" => {
                 serving.flush().await;
                 done += 2;
             }
             "removal" => {
-                let path = format!("/v1/chunks/{}/{}", unanswered.space.key(), unanswered.hashes[0]);
-                serving.client.delete(&path).await.unwrap();
-                done += 1;
+                for hash in &prompt.hashes {
+                    let path = format!("/v1/chunks/{}/{hash}", prompt.space.key());
+                    serving.client.delete(&path).await.unwrap();
+                }
             }
             _ => {
-                let chunks = (2 << 20) / unanswered.space.layout().object_len();
-                let more = Prompt::of(unanswered.space.clone(), chunks);
+                let chunks = (2 << 20) / prompt.space.layout().object_len();
+                let more = Prompt::of(prompt.space.clone(), chunks);
                 let stored = store(&serving.client, &engine, &more).await;
                 assert!(stored.iter().all(|outcome| *outcome == "stored"), "{stored:?}");
                 done += 2 + chunks as u64;
@@ -904,6 +908,85 @@ async fn the_pause_after_an_outage_ends_with_a_flush_a_removal_and_where_room_is
     assert_eq!(behind().failed_attempts, 0);
     drop(engine);
     serving.end().await;
+}
+
+/// Hosts that hang refuse nothing: no connection fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_outage_is_one_too_where_s3_hangs() {
+    let mut site = Site::new().await;
+    let hasty = site
+        .store_with(|options| options.read_timeout = Duration::from_millis(200))
+        .await;
+    let serving = site.serve_over(hasty, &[("store.retry_max", "1h")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    site.stop_s3().await;
+    let silent = tokio::net::TcpListener::bind(site.address()).await.unwrap();
+    let works = || {
+        serving
+            .node
+            .gateway()
+            .endpoints()
+            .iter()
+            .any(EndpointState::works)
+    };
+    let prompts = [(); 30].map(|()| Prompt::new(1));
+    for prompt in &prompts {
+        let look = serving
+            .client
+            .lookup_space(&prompt.space, &prompt.hashes, "deadline_ms=1000");
+        assert_eq!(look.await.unwrap().unknown.count(), 1);
+    }
+    assert!(!works(), "{:?}", serving.node.gateway().endpoints());
+    drop(silent);
+    site.start_s3().await;
+    // The last came when no endpoint worked: of ten, not all have a pause of a second, of an hour at most.
+    for prompt in &prompts[20..] {
+        assert_eq!(store(&serving.client, &engine, prompt).await, ["stored"]);
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let behind = serving.node.status().tiers.write_behind;
+    assert!(behind.waiting_chunks > 0, "{behind:?}");
+    serving.flush().await;
+    drop(engine);
+    serving.end().await;
+}
+
+/// An engine that finds no room ends the pause too: for want of memory, say.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_pauses_where_an_engine_finds_no_room_and_while_a_node_ends() {
+    let mut site = Site::new().await;
+    let settings = [
+        ("store.retry_max", "1h"),
+        ("store.write_behind", "16MiB"),
+        ("memory.tenant_max", "1MiB"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let behind = || serving.node.status().tiers.write_behind;
+    let chunks = (1 << 20) / Prompt::new(1).space.layout().object_len();
+    let prompt = Prompt::new(chunks);
+    let last = Prompt::new(1);
+    site.stop_s3().await;
+    for prompt in [&prompt, &last] {
+        let look = serving
+            .client
+            .lookup_space(&prompt.space, &prompt.hashes, "deadline_ms=5000");
+        assert_eq!(look.await.unwrap().unknown.count(), prompt.hashes.len());
+    }
+    site.start_s3().await;
+    let stored = store(&serving.client, &engine, &prompt).await;
+    assert!(stored.iter().all(|outcome| *outcome == "stored"), "{stored:?}");
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(behind().waiting_chunks, chunks as u64);
+    assert_eq!(store(&serving.client, &engine, &last).await, ["full"]);
+    eventually(|| behind().waiting_chunks == 0).await;
+    assert_eq!(store(&serving.client, &engine, &last).await, ["stored"]);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!((behind().waiting_chunks, behind().failed_attempts), (1, 0));
+    drop(engine);
+    assert_eq!(serving.end().await.dropped, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -116,8 +116,9 @@ pub async fn boundary(
     if is_open {
         // An engine computes these for all kinds.
         for space in kinds.spaces.iter().chain(kinds.drafts) {
-            let unanswered = &tiers.bucket.unanswered;
-            unanswered.add(space.key(), &chunks[at..], error.as_ref());
+            tiers
+                .bucket
+                .got_no_answer(space.key(), &chunks[at..], error.as_ref());
         }
     }
     for space in kinds.spaces {

@@ -332,8 +332,10 @@ impl Lookup {
     pub(super) fn note_unknown(&self, tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) {
         if self.unknown.count() > 0 {
             let unknown = (0..self.chunks).filter(|&i| self.unknown.get(i));
-            let (unanswered, chunks) = (&tiers.bucket.unanswered, unknown.map(|i| &chunks[i]));
-            unanswered.add(space.key(), chunks, self.error.as_ref());
+            let unknown = unknown.map(|i| &chunks[i]);
+            tiers
+                .bucket
+                .got_no_answer(space.key(), unknown, self.error.as_ref());
         }
     }
 

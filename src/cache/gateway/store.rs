@@ -112,6 +112,9 @@ impl<'a> ReserveCall<'a> {
         }
         let reserved = self.try_room(chunk, parent);
         self.is_full = reserved.is_none();
+        if self.is_full {
+            self.tiers.behind.hurry();
+        }
         reserved
     }
 

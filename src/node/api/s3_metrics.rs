@@ -4,7 +4,7 @@ use super::exposition::Families;
 use super::metrics::each;
 use crate::node::Status;
 use crate::s3::dns::NameState;
-use crate::s3::fanout::{BreakerPhase, EndpointState, Requests};
+use crate::s3::fanout::{EndpointState, Requests};
 
 pub fn s3(text: &mut Families, status: &Status) {
     let s3 = &status.s3;
@@ -52,7 +52,7 @@ pub fn s3(text: &mut Families, status: &Status) {
         "kvgate_endpoint_up",
         "gauge",
         "1 if its breaker is closed.",
-        &|one| u64::from(one.breaker == BreakerPhase::Closed),
+        &|one| u64::from(one.works()),
     );
     of(
         "kvgate_endpoint_window_bytes",

@@ -28,6 +28,13 @@ pub struct EndpointState {
     pub totals: Requests,
 }
 
+impl EndpointState {
+    /// Its breaker is closed.
+    pub fn works(&self) -> bool {
+        self.breaker == BreakerPhase::Closed
+    }
+}
+
 /// The requests of an endpoint, and how they ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Requests {

@@ -249,6 +249,12 @@ pub trait ObjectStore: Send + Sync + 'static {
         Vec::new()
     }
 
+    /// Whether it has endpoints, and none works.
+    fn none_works(&self) -> bool {
+        let endpoints = self.endpoints();
+        !endpoints.is_empty() && !endpoints.iter().any(EndpointState::works)
+    }
+
     /// Requests to all endpoints, also to those that have left.
     fn totals(&self) -> Requests {
         Requests::default()

@@ -47,6 +47,11 @@ impl Site {
         }
     }
 
+    /// The server's.
+    pub fn address(&self) -> std::net::SocketAddr {
+        self.address
+    }
+
     /// Nobody answers any more.
     pub async fn stop_s3(&mut self) {
         self.s3.take().unwrap().stop().await;

@@ -9,14 +9,14 @@ use bytes::Bytes;
 use dashmap::Entry;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep_until};
 
 use super::Bucket;
 use crate::arena::Slot;
 use crate::cache::existence::{ProbeAnswer, Useless, Wanted};
 use crate::cache::gateway::credit::kib;
 use crate::cache::gateway::slot::{FilledSlot, seal};
-use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
+use crate::format::{ChunkHash, ChunkId, Crc64, Space, SpaceKey, object_crc64};
 use crate::metrics::trace;
 use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation, PutExtras};
 
@@ -56,10 +56,10 @@ impl Bucket {
         let FilledSlot { hash, parent, slot } = chunk;
         let space = slot.space().clone();
         let key = (space.key(), hash);
-        if let Some(pause) = self.asks_after(&key) {
+        if let Some(at) = self.asks_at(&key) {
             // At least half of the time is for the store.
-            let left = deadline.saturating_duration_since(Instant::now());
-            sleep(pause.min(left / 2)).await;
+            let now = Instant::now();
+            sleep_until(at.min(now + deadline.saturating_duration_since(now) / 2)).await;
         }
         match self.has_already(&space, &hash, deadline).await {
             Ok(false) => {}
@@ -96,7 +96,7 @@ impl Bucket {
         deadline: Instant,
     ) -> Result<bool, Arc<ObjectError>> {
         let key = (space.key(), *chunk);
-        if self.asks_after(&key).is_none() {
+        if self.asks_at(&key).is_none() {
             return Ok(self.is_present(&key) == Some(true));
         }
         match self
@@ -112,11 +112,28 @@ impl Bucket {
         }
     }
 
-    /// The pause between a chunk's commit and the question whether S3 has it. None: there is no such question.
-    pub fn asks_after(&self, key: &ChunkId) -> Option<Duration> {
+    /// When S3 may be asked whether it has the chunk, before its body is sent. None: there is no such question.
+    pub fn asks_at(&self, key: &ChunkId) -> Option<Instant> {
         self.unanswered
-            .pause(key)
+            .asks_at(key)
             .filter(|_| self.is_present(key).is_none())
+    }
+
+    /// A lookup got no answer for these, because of the error or because its time was over. A store asks first.
+    pub fn got_no_answer<'a>(
+        &self,
+        space: SpaceKey,
+        chunks: impl IntoIterator<Item = &'a ChunkHash>,
+        error: Option<&Arc<ObjectError>>,
+    ) {
+        let kind = error.map(|error| error.kind);
+        if kind.is_some_and(|kind| !kind.may_pass()) {
+            // S3 refused the lookup's questions, and will refuse those of a store.
+            return;
+        }
+        // Where hosts are gone, not processes, the lookup's time is over before the connection's.
+        let is_outage = kind == Some(ErrorKind::Connect) || self.store.none_works();
+        self.unanswered.add(space, chunks, is_outage);
     }
 
     /// Nothing is known any more of whether these are there. A store asks first.

@@ -127,7 +127,7 @@ impl Pause {
     }
 
     fn longer(&mut self) -> Duration {
-        let wait = self.next.mul_f64(0.5 + fastrand::f64());
+        let wait = self.next.mul_f64(0.5 + fastrand::f64() / 2.0);
         self.next = (self.next * 2).min(self.most);
         wait
     }

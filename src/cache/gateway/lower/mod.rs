@@ -98,17 +98,13 @@ async fn dispatch(tiers: Arc<Tiers>) {
     while let Some(next) = tiers.behind.next() {
         let (number, chunk) = (next.number, next.chunk);
         let way = way(&tiers, &next);
-        let pause = tiers.bucket.asks_after(&(next.space.key(), chunk));
-        if let Some(pause) = pause.filter(|_| way == Way::Down) {
-            // Those behind it wait too: none overtakes its parent.
-            tiers.behind.pause(number, next.since + pause).await;
-        }
         let permits = match way {
             Way::Down => tiers.bucket.put_permits(next.bytes).await,
             Way::Declined | Way::AfterAncestors => None,
         };
+        let asks_at = tiers.bucket.asks_at(&(next.space.key(), chunk));
         // It may have been given up by now.
-        let Some(mut job) = tiers.behind.start(number) else {
+        let Some(mut job) = tiers.behind.start(number, asks_at) else {
             continue;
         };
         let of = Arc::clone(&tiers);
@@ -136,7 +132,7 @@ async fn lower(
     chunk: ChunkHash,
     job: &mut WriteBehindJob,
     way: Way,
-    permits: Option<OwnedSemaphorePermit>,
+    mut permits: Option<OwnedSemaphorePermit>,
     span: &mut Option<OpenSpan>,
 ) -> Option<StoreOutcome> {
     let (space, bucket) = (&job.space, &tiers.bucket);
@@ -184,15 +180,42 @@ async fn lower(
     if way != Way::Down {
         return None;
     }
+    if let Some(at) = job.not_before {
+        // Others need the buffer and the turn.
+        sealed = None;
+        drop(permits.take());
+        tiers.behind.pause(at).await;
+        trace::mark(span, "pause");
+        permits = bucket.put_permits(object.len()).await;
+    }
+    let outgoing = Outgoing { object, sealed };
+    Some(send(tiers, chunk, job, outgoing, permits, span.as_ref()).await)
+}
+
+/// A chunk's object as it is in memory, and as it goes to S3, unless that is to be made once more.
+struct Outgoing {
+    object: Slot,
+    sealed: Option<Slot>,
+}
+
+/// Tries until S3 has the chunk, or it is found damaged.
+async fn send(
+    tiers: &Tiers,
+    chunk: ChunkHash,
+    job: &WriteBehindJob,
+    Outgoing { object, mut sealed }: Outgoing,
+    mut permits: Option<OwnedSemaphorePermit>,
+    span: Option<&OpenSpan>,
+) -> StoreOutcome {
+    let (space, bucket) = (&job.space, &tiers.bucket);
     let options = tiers.behind.options();
     let mut wait = options.retry_base;
-    let mut permits = permits;
     loop {
         let now = Instant::now();
         let deadline = now + options.deadline;
         // Lookups wait for the same places.
         let answered_by = deadline.min(now + bucket.options.lookup_deadline);
-        let put = trace::begin_part(span.as_ref(), "PUT");
+        let put = trace::begin_part(span, "PUT");
         let stored = async {
             match bucket.has_already(space, &chunk, answered_by).await {
                 Ok(false) => {}
@@ -220,7 +243,7 @@ async fn lower(
                 {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
-                    return Some(StoreOutcome::Failed(error));
+                    return StoreOutcome::Failed(error);
                 }
             }
             // Another store of the chunk is under way, which may fail.
@@ -229,13 +252,13 @@ async fn lower(
                 if let Some(disk) = tiers.disk() {
                     disk.clean(&(space.key(), chunk)).await;
                 }
-                return Some(outcome);
+                return outcome;
             }
         }
         // Nothing but the chunk itself is held between two attempts: who has a turn may wait for a buffer.
         sealed = None;
         // Spread the retries, so that they don't come all at once when the server is back.
-        tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
+        tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         wait = (wait * 2).min(options.retry_max);
         permits = bucket.put_permits(object.len()).await;
     }

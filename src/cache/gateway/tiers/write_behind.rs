@@ -44,6 +44,8 @@ pub struct Behind {
     state: Mutex<State>,
     /// Notified when an entry or a backlog chunk has ended.
     changed: Notify,
+    /// Notified when pauses end.
+    hurry: Notify,
 }
 
 struct State {
@@ -51,8 +53,8 @@ struct State {
     /// By hash, which all kinds of a model share, then by space.
     chunks: HashMap<ChunkHash, HashMap<SpaceKey, u64>>,
     committed: u64,
-    /// A flush waits for the entries up to this one.
-    flushed: u64,
+    /// Flushes that wait.
+    flushes: u32,
     room_bytes: usize,
     /// Chunks that were given up.
     dropped: Recent<()>,
@@ -77,6 +79,8 @@ struct Entry {
     job: Option<WriteBehindJob>,
     /// The task that does it.
     task: Option<AbortHandle>,
+    /// That of the job.
+    not_before: Option<Instant>,
 }
 
 /// A chunk on its way down.
@@ -88,6 +92,8 @@ pub struct WriteBehindJob {
     pub span: Option<OpenSpan>,
     /// The admission was asked already.
     pub is_admitted: bool,
+    /// S3 is not asked for the chunk before.
+    pub not_before: Option<Instant>,
     /// When the job ends or is dropped, the chunk may leave memory.
     _clean: Clean,
 }
@@ -122,8 +128,6 @@ pub struct Next {
     /// None: unknown, or a first chunk.
     pub parent: Option<ChunkHash>,
     pub bytes: usize,
-    /// The commit.
-    pub since: Instant,
     pub is_admitted: bool,
 }
 
@@ -156,7 +160,7 @@ impl Behind {
                 entries: BTreeMap::new(),
                 chunks: HashMap::new(),
                 committed: 0,
-                flushed: 0,
+                flushes: 0,
                 room_bytes: 0,
                 dropped: Recent::new(DROPPED_MAX),
                 backlog: HashSet::new(),
@@ -164,6 +168,7 @@ impl Behind {
                 stats: BehindStats::default(),
             }),
             changed: Notify::new(),
+            hurry: Notify::new(),
         }
     }
 
@@ -191,8 +196,7 @@ impl Behind {
         drop(state);
         self.dropped(&dropped);
         if is_short && !was_short {
-            // A pause ends.
-            self.changed.notify_waiters();
+            self.hurry();
         }
         Some(Room {
             behind: Arc::clone(self),
@@ -269,6 +273,7 @@ impl Behind {
             is_snapshot: kind == Kind::State,
             job: Some(job),
             task: None,
+            not_before: None,
         };
         if kind != Kind::State {
             state.deepen_snapshots(chunk, depth + 1);
@@ -294,7 +299,6 @@ impl Behind {
                 chunk: entry.key.1,
                 parent: entry.parent,
                 bytes: entry.bytes,
-                since: job.since,
                 is_admitted: job.is_admitted,
             })
         });
@@ -302,29 +306,40 @@ impl Behind {
         next
     }
 
-    /// Waits until then, before an entry is started; not for one that is gone or that a flush waits for, and not
-    /// where half of the room is used up: others would find none.
-    pub async fn pause(&self, number: u64, until: Instant) {
-        loop {
-            let changed = self.changed.notified();
-            tokio::pin!(changed);
-            // From here on no notification is missed.
-            changed.as_mut().enable();
-            let is_over = {
-                let state = self.lock();
-                number <= state.flushed
-                    || !state.entries.contains_key(&number)
-                    || state.is_short(&self.options)
-            };
-            if is_over || tokio::time::timeout_at(until, changed).await.is_err() {
-                return;
-            }
+    /// Waits until then; not while a flush waits, or where half of the room is used up: engines would find none.
+    pub async fn pause(&self, until: Instant) {
+        let hurry = self.hurry.notified();
+        tokio::pin!(hurry);
+        // From here on no notification is missed.
+        hurry.as_mut().enable();
+        let is_in_a_hurry = {
+            let state = self.lock();
+            state.flushes > 0 || state.is_short(&self.options)
+        };
+        if !is_in_a_hurry {
+            let _ = tokio::time::timeout_at(until, hurry).await;
         }
     }
 
-    /// Starts an entry, unless it was given up meanwhile.
-    pub fn start(&self, number: u64) -> Option<WriteBehindJob> {
-        self.lock().entries.get_mut(&number)?.job.take()
+    /// Ends all pauses: an engine finds no room.
+    pub fn hurry(&self) {
+        self.hurry.notify_waiters();
+    }
+
+    /// Starts an entry, unless it was given up meanwhile. S3 is asked for it at `asks_at`, and not before its parent.
+    pub fn start(&self, number: u64, asks_at: Option<Instant>) -> Option<WriteBehindJob> {
+        let mut state = self.lock();
+        let entry = state.entries.get(&number)?;
+        let parent = entry
+            .parent
+            .and_then(|parent| state.number(&(entry.key.0, parent)));
+        let of_parent = parent.and_then(|parent| state.entries.get(&parent)?.not_before);
+        let not_before = asks_at.max(of_parent).filter(|&at| at > Instant::now());
+        let entry = state.entries.get_mut(&number)?;
+        entry.not_before = not_before;
+        let mut job = entry.job.take()?;
+        job.not_before = not_before;
+        Some(job)
     }
 
     pub fn began(&self, number: u64, task: AbortHandle) {
@@ -423,13 +438,8 @@ impl Behind {
     /// Waits until all chunks committed before this call, in an earlier life as well, are stored or dropped; at
     /// most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
-        let upto = {
-            let mut state = self.lock();
-            state.flushed = state.committed;
-            state.flushed
-        };
-        // A pause ends.
-        self.changed.notify_waiters();
+        let upto = self.lock().committed;
+        let _in_a_hurry = Flushing::new(self);
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
@@ -553,6 +563,23 @@ impl State {
     }
 }
 
+/// A flush that waits: nothing pauses.
+struct Flushing<'a>(&'a Behind);
+
+impl<'a> Flushing<'a> {
+    fn new(behind: &'a Behind) -> Self {
+        behind.lock().flushes += 1;
+        behind.hurry();
+        Self(behind)
+    }
+}
+
+impl Drop for Flushing<'_> {
+    fn drop(&mut self) {
+        self.0.lock().flushes -= 1;
+    }
+}
+
 impl Room {
     /// Hands the bytes over to an entry.
     fn keep(mut self) -> usize {
@@ -581,6 +608,7 @@ impl WriteBehindJob {
             space: space.clone(),
             object,
             is_admitted,
+            not_before: None,
             since: Instant::now(),
             span: trace::begin("lower"),
             _clean: Clean(Arc::clone(memory), (space.key(), *chunk)),
