@@ -910,6 +910,32 @@ async fn the_pause_after_an_outage_ends_with_a_flush_a_removal_and_where_room_is
     serving.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_committed_during_a_flush_does_not_pause() {
+    let mut site = Site::new().await;
+    let serving = site.serve(&[("store.retry_max", "1h")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let behind = || serving.node.status().tiers.write_behind;
+    site.stop_s3().await;
+    let [tried, late] = [(); 2].map(|()| Prompt::new(1));
+    assert_eq!(store(&serving.client, &engine, &tried).await, ["stored"]);
+    eventually(|| behind().failed_attempts > 0).await;
+    let look = serving
+        .client
+        .lookup_space(&late.space, &late.hashes, "deadline_ms=5000");
+    assert_eq!(look.await.unwrap().unknown.count(), 1);
+    let commit = async {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert_eq!(store(&serving.client, &engine, &late).await, ["stored"]);
+        site.start_s3().await;
+        eventually(|| behind().waiting_chunks == 0).await;
+    };
+    tokio::join!(serving.flush(), commit);
+    drop(engine);
+    serving.end().await;
+}
+
 /// Hosts that hang refuse nothing: no connection fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_outage_is_one_too_where_s3_hangs() {
