@@ -388,6 +388,10 @@ impl ObjectStore for Store {
         })
     }
 
+    fn is_out_of_reach(&self) -> bool {
+        self.endpoints.are_out_of_reach()
+    }
+
     fn window_bytes(&self) -> usize {
         self.endpoints.window_bytes() / SCALE
     }

@@ -260,7 +260,7 @@ sections! {
         admit_rate: ByteSize = "100MiB", Between(ByteSize(KIB), ByteSize(TIB));
         /// Chunks that `auto` remembers, with what it decided: some 200 bytes each.
         admit_chunks: u32 = "131072", Between(1024, 100_000_000);
-        /// Longest wait before a chunk is tried again that could not be stored, or that a lookup could not reach S3 for.
+        /// Longest wait before a chunk that could not be stored is tried again, and before S3 is asked for one whose lookup could not reach it.
         retry_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Time for all ranks of an engine to commit a chunk, after which it is not stored.
         commit_timeout: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };

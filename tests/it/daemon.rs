@@ -873,11 +873,15 @@ async fn the_pause_after_an_outage_ends_with_a_flush_a_removal_and_where_room_is
     let mut done = 0;
     for ending in ["flush", "removal", "short of room"] {
         let prompt = Prompt::new(2);
+        let chunks = (2 << 20) / prompt.space.layout().object_len();
+        let more = Prompt::of(prompt.space.clone(), chunks);
         site.stop_s3().await;
-        let look = serving
-            .client
-            .lookup_space(&prompt.space, &prompt.hashes[..1], "deadline_ms=5000");
-        assert_eq!(look.await.unwrap().unknown.count(), 1);
+        for chunks in [&prompt.hashes[..1], &more.hashes] {
+            let look = serving
+                .client
+                .lookup_space(&prompt.space, chunks, "deadline_ms=5000");
+            assert_eq!(look.await.unwrap().unknown.count(), chunks.len());
+        }
         site.start_s3().await;
         let other = Prompt::new(1);
         assert_eq!(store(&serving.client, &engine, &prompt).await, ["stored"; 2]);
@@ -896,8 +900,6 @@ async fn the_pause_after_an_outage_ends_with_a_flush_a_removal_and_where_room_is
                 }
             }
             _ => {
-                let chunks = (2 << 20) / prompt.space.layout().object_len();
-                let more = Prompt::of(prompt.space.clone(), chunks);
                 let stored = store(&serving.client, &engine, &more).await;
                 assert!(stored.iter().all(|outcome| *outcome == "stored"), "{stored:?}");
                 done += 2 + chunks as u64;
@@ -928,6 +930,7 @@ async fn what_is_committed_during_a_flush_does_not_pause() {
     let commit = async {
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert_eq!(store(&serving.client, &engine, &late).await, ["stored"]);
+        tokio::time::sleep(Duration::from_millis(200)).await;
         site.start_s3().await;
         eventually(|| behind().waiting_chunks == 0).await;
     };

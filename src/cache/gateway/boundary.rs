@@ -115,11 +115,9 @@ pub async fn boundary(
     tiers.looked_up(chunks, at);
     if is_open {
         // An engine computes these for all kinds.
-        for space in kinds.spaces.iter().chain(kinds.drafts) {
-            tiers
-                .bucket
-                .got_no_answer(space.key(), &chunks[at..], error.as_ref());
-        }
+        let spaces = kinds.spaces.iter().chain(kinds.drafts).map(Space::key);
+        let keys = spaces.flat_map(|space| chunks[at..].iter().map(move |chunk| (space, *chunk)));
+        tiers.bucket.got_no_answer(keys, error.as_ref());
     }
     for space in kinds.spaces {
         tiers.bucket.refresh.used(space, &chunks[space.needed(at)]);

@@ -332,10 +332,8 @@ impl Lookup {
     pub(super) fn note_unknown(&self, tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) {
         if self.unknown.count() > 0 {
             let unknown = (0..self.chunks).filter(|&i| self.unknown.get(i));
-            let unknown = unknown.map(|i| &chunks[i]);
-            tiers
-                .bucket
-                .got_no_answer(space.key(), unknown, self.error.as_ref());
+            let keys = unknown.map(|i| (space.key(), chunks[i]));
+            tiers.bucket.got_no_answer(keys, self.error.as_ref());
         }
     }
 

@@ -112,9 +112,6 @@ impl<'a> ReserveCall<'a> {
         }
         let reserved = self.try_room(chunk, parent);
         self.is_full = reserved.is_none();
-        if self.is_full {
-            self.tiers.behind.hurry();
-        }
         reserved
     }
 
@@ -125,9 +122,15 @@ impl<'a> ReserveCall<'a> {
             Some(credit) => Some(credit.try_spend(bytes)?),
             None => None,
         };
-        let share = tiers.memory.share(space.tenant(), bytes)?;
-        let room = tiers.behind.room(bytes, link(space, chunk, parent))?;
-        let slot = slot::reserve(&tiers.arena, space).ok()?;
+        let place = || {
+            let share = tiers.memory.share(space.tenant(), bytes)?;
+            let room = tiers.behind.room(bytes, link(space, chunk, parent))?;
+            Some((share, room, slot::reserve(&tiers.arena, space).ok()?))
+        };
+        let Some((share, room, slot)) = place() else {
+            tiers.behind.hurry();
+            return None;
+        };
         Some(Reserved {
             slot,
             room,

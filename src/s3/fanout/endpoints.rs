@@ -272,6 +272,16 @@ impl<T> Endpoints<T> {
         usable.map(Member::window_bytes).fold(0, usize::saturating_add)
     }
 
+    /// Whether none works of those that this gateway would use first: the breakers of others are closed because they
+    /// were not tried.
+    pub fn are_out_of_reach(&self) -> bool {
+        let now = Instant::now();
+        let set = self.lock();
+        let used = set.subset.len(set.members.len(), now);
+        let closed = |member: &Member<T>| member.breaker.phase(now) == BreakerPhase::Closed;
+        used > 0 && !set.members[..used].iter().any(closed)
+    }
+
     /// For what goes with each endpoint.
     pub fn each(&self, act: impl Fn(&T)) {
         let payloads: Vec<_> = self

@@ -90,6 +90,11 @@ impl NetClient {
         self.0.counters.read()
     }
 
+    /// Whether no endpoint of an origin works that would be used.
+    pub fn is_out_of_reach(&self, origin: &Origin) -> bool {
+        self.host(origin).endpoints().are_out_of_reach()
+    }
+
     /// Bytes that the endpoints of an origin may have in flight.
     pub fn window_bytes(&self, origin: &Origin) -> usize {
         self.host(origin).endpoints().window_bytes()

@@ -218,6 +218,10 @@ impl Reads {
         self.http.names(&self.bucket.origin)
     }
 
+    pub fn is_out_of_reach(&self) -> bool {
+        self.http.is_out_of_reach(&self.bucket.origin)
+    }
+
     pub fn window_bytes(&self) -> usize {
         self.http.window_bytes(&self.bucket.origin)
     }

@@ -468,6 +468,10 @@ impl ObjectStore for S3 {
         self.reads.totals()
     }
 
+    fn is_out_of_reach(&self) -> bool {
+        self.reads.is_out_of_reach()
+    }
+
     fn window_bytes(&self) -> usize {
         self.reads.window_bytes()
     }

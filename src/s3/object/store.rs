@@ -249,10 +249,9 @@ pub trait ObjectStore: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Whether it has endpoints, and none works.
-    fn none_works(&self) -> bool {
-        let endpoints = self.endpoints();
-        !endpoints.is_empty() && !endpoints.iter().any(EndpointState::works)
+    /// Whether no endpoint works that would be used.
+    fn is_out_of_reach(&self) -> bool {
+        false
     }
 
     /// Requests to all endpoints, also to those that have left.

@@ -211,6 +211,10 @@ impl ObjectStore for Asked {
         self.inner.endpoints()
     }
 
+    fn is_out_of_reach(&self) -> bool {
+        self.inner.is_out_of_reach()
+    }
+
     fn window_bytes(&self) -> usize {
         self.inner.window_bytes()
     }

@@ -16,7 +16,7 @@ use crate::arena::Slot;
 use crate::cache::existence::{ProbeAnswer, Useless, Wanted};
 use crate::cache::gateway::credit::kib;
 use crate::cache::gateway::slot::{FilledSlot, seal};
-use crate::format::{ChunkHash, ChunkId, Crc64, Space, SpaceKey, object_crc64};
+use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
 use crate::metrics::trace;
 use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation, PutExtras};
 
@@ -120,20 +120,15 @@ impl Bucket {
     }
 
     /// A lookup got no answer for these, because of the error or because its time was over. A store asks first.
-    pub fn got_no_answer<'a>(
-        &self,
-        space: SpaceKey,
-        chunks: impl IntoIterator<Item = &'a ChunkHash>,
-        error: Option<&Arc<ObjectError>>,
-    ) {
+    pub fn got_no_answer(&self, keys: impl IntoIterator<Item = ChunkId>, error: Option<&Arc<ObjectError>>) {
         let kind = error.map(|error| error.kind);
         if kind.is_some_and(|kind| !kind.may_pass()) {
             // S3 refused the lookup's questions, and will refuse those of a store.
             return;
         }
         // Where hosts are gone, not processes, the lookup's time is over before the connection's.
-        let is_outage = kind == Some(ErrorKind::Connect) || self.store.none_works();
-        self.unanswered.add(space, chunks, is_outage);
+        let is_outage = kind == Some(ErrorKind::Connect) || self.store.is_out_of_reach();
+        self.unanswered.add(keys, is_outage);
     }
 
     /// Nothing is known any more of whether these are there. A store asks first.
@@ -141,7 +136,8 @@ impl Bucket {
         for chunk in chunks {
             self.cache.doubt(&(space.key(), *chunk));
         }
-        self.unanswered.add_at_once(space.key(), chunks);
+        let keys = chunks.iter().map(|chunk| (space.key(), *chunk));
+        self.unanswered.add_at_once(keys);
     }
 
     /// Deletes a chunk once no PUT of it is under way: a PUT that S3 has received could take effect after the

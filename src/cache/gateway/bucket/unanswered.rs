@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::cache::recent::Recent;
-use crate::format::{ChunkHash, ChunkId, SpaceKey};
+use crate::format::ChunkId;
 
 /// The longest pause where S3 was late.
 const LATE_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -31,25 +31,25 @@ impl Unanswered {
         }
     }
 
-    /// A lookup got no answer for these. All get the same pause, so that a child seldom overtakes its parent.
-    pub fn add<'a>(&self, space: SpaceKey, chunks: impl IntoIterator<Item = &'a ChunkHash>, is_outage: bool) {
+    /// A lookup got no answer for these. All get the same pause: they are of use together.
+    pub fn add(&self, keys: impl IntoIterator<Item = ChunkId>, is_outage: bool) {
         let most = match is_outage {
             true => self.outage_pause_max,
             false => self.outage_pause_max.min(LATE_PAUSE_MAX),
         };
-        self.put(space, chunks, most.mul_f64(fastrand::f64()));
+        self.put(keys, most.mul_f64(fastrand::f64()));
     }
 
     /// They are behind one that a load found gone. That is no outage, so there is no pause.
-    pub fn add_at_once(&self, space: SpaceKey, chunks: &[ChunkHash]) {
-        self.put(space, chunks, Duration::ZERO);
+    pub fn add_at_once(&self, keys: impl IntoIterator<Item = ChunkId>) {
+        self.put(keys, Duration::ZERO);
     }
 
-    fn put<'a>(&self, space: SpaceKey, chunks: impl IntoIterator<Item = &'a ChunkHash>, pause: Duration) {
+    fn put(&self, keys: impl IntoIterator<Item = ChunkId>, pause: Duration) {
         let until = Instant::now() + pause;
         let mut recent = self.lock();
-        for chunk in chunks {
-            recent.add((space, *chunk), until);
+        for key in keys {
+            recent.add(key, until);
         }
     }
 
@@ -72,24 +72,26 @@ impl Unanswered {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::{ChunkHash, SpaceKey};
 
     const OUTAGE_PAUSE_MAX: Duration = Duration::from_secs(30);
 
-    fn space() -> SpaceKey {
-        SpaceKey::from_hex(&"0".repeat(32)).unwrap()
+    fn key(chunk: u8) -> ChunkId {
+        let space = SpaceKey::from_hex(&"0".repeat(32)).unwrap();
+        (space, ChunkHash([chunk; 32]))
     }
 
     #[test]
     fn those_of_a_lookup_have_the_same_pause_and_the_oldest_are_forgotten() {
         let unanswered = Unanswered::new(3, OUTAGE_PAUSE_MAX);
-        let at = |chunk| unanswered.asks_at(&(space(), chunk));
-        let [a, b, c, d] = [0, 1, 2, 3].map(|i| ChunkHash([i; 32]));
-        unanswered.add(space(), &[a, b, c], true);
+        let at = |key| unanswered.asks_at(&key);
+        let [a, b, c, d] = [0, 1, 2, 3].map(key);
+        unanswered.add([a, b, c], true);
         assert!(at(a).is_some());
         assert_eq!([at(b), at(c)], [at(a); 2]);
-        unanswered.add(space(), &[d], true);
+        unanswered.add([d], true);
         assert_eq!((at(a), at(b) == at(d)), (None, false));
-        unanswered.remove(&(space(), d));
+        unanswered.remove(&d);
         assert_eq!(at(d), None);
     }
 
@@ -98,10 +100,9 @@ mod tests {
         let unanswered = Unanswered::new(100, OUTAGE_PAUSE_MAX);
         let now = Instant::now();
         let longest = |is_outage| {
-            let chunks = (0..100).map(|i| ChunkHash([i; 32]));
-            let pauses = chunks.map(|chunk| {
-                unanswered.add(space(), [&chunk], is_outage);
-                unanswered.asks_at(&(space(), chunk)).unwrap() - now
+            let pauses = (0..100).map(key).map(|key| {
+                unanswered.add([key], is_outage);
+                unanswered.asks_at(&key).unwrap() - now
             });
             pauses.max().unwrap()
         };

@@ -184,7 +184,7 @@ async fn lower(
         // Others need the buffer and the turn.
         sealed = None;
         drop(permits.take());
-        tiers.behind.pause(at).await;
+        tiers.behind.pause(&(space.key(), chunk), at).await;
         trace::mark(span, "pause");
         permits = bucket.put_permits(object.len()).await;
     }

@@ -53,6 +53,8 @@ struct State {
     /// By hash, which all kinds of a model share, then by space.
     chunks: HashMap<ChunkHash, HashMap<SpaceKey, u64>>,
     committed: u64,
+    /// The turn of the entries up to this one has come.
+    started: u64,
     /// Flushes that wait.
     flushes: u32,
     room_bytes: usize,
@@ -160,6 +162,7 @@ impl Behind {
                 entries: BTreeMap::new(),
                 chunks: HashMap::new(),
                 committed: 0,
+                started: 0,
                 flushes: 0,
                 room_bytes: 0,
                 dropped: Recent::new(DROPPED_MAX),
@@ -291,7 +294,8 @@ impl Behind {
     /// The first entry whose turn has not come. If there is none, the dispatcher is done.
     pub fn next(&self) -> Option<Next> {
         let mut state = self.lock();
-        let next = state.entries.iter().find_map(|(number, entry)| {
+        let waiting = state.entries.range(state.started + 1..);
+        let next = waiting.into_iter().find_map(|(number, entry)| {
             let job = entry.job.as_ref()?;
             Some(Next {
                 number: *number,
@@ -307,7 +311,7 @@ impl Behind {
     }
 
     /// Waits until then; not while a flush waits, or where half of the room is used up: engines would find none.
-    pub async fn pause(&self, until: Instant) {
+    pub async fn pause(&self, key: &ChunkId, until: Instant) {
         let hurry = self.hurry.notified();
         tokio::pin!(hurry);
         // From here on no notification is missed.
@@ -319,6 +323,14 @@ impl Behind {
         if !is_in_a_hurry {
             let _ = tokio::time::timeout_at(until, hurry).await;
         }
+        // What comes after it need not wait either.
+        let mut state = self.lock();
+        if let Some(entry) = state
+            .number(key)
+            .and_then(|number| state.entries.get_mut(&number))
+        {
+            entry.not_before = None;
+        }
     }
 
     /// Ends all pauses: an engine finds no room.
@@ -329,6 +341,7 @@ impl Behind {
     /// Starts an entry, unless it was given up meanwhile. S3 is asked for it at `asks_at`, and not before its parent.
     pub fn start(&self, number: u64, asks_at: Option<Instant>) -> Option<WriteBehindJob> {
         let mut state = self.lock();
+        state.started = number;
         let entry = state.entries.get(&number)?;
         let parent = entry
             .parent

@@ -45,6 +45,27 @@ async fn of_many_a_subset_is_used_and_the_next_takes_the_place_of_one_that_fails
     assert_eq!(used(&endpoints, 0, 1000).await, first);
 }
 
+/// Of many endpoints most have closed breakers, since nobody asks them.
+#[tokio::test(start_paused = true)]
+async fn all_are_out_of_reach_when_those_of_the_subset_fail() {
+    for count in [1, 40] {
+        let endpoints = unseen(count);
+        assert!(!endpoints.are_out_of_reach());
+        let mut failed = 0;
+        while !endpoints.are_out_of_reach() {
+            let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+            permit.end(Outcome::Lost(Loss::Timeout));
+            failed += 1;
+            assert!(failed < 1000);
+        }
+        assert_eq!(closed(&endpoints) > 0, count == 40);
+        sleep(OPTIONS.breaker.open).await;
+        used(&endpoints, 0, 100).await;
+        assert!(!endpoints.are_out_of_reach());
+    }
+    assert!(!unseen(0).are_out_of_reach());
+}
+
 /// They take nobody's room, so a lookup of many chunks must not lead its ranges to more endpoints.
 #[tokio::test(start_paused = true)]
 async fn heads_don_t_widen_a_subset() {
