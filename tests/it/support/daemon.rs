@@ -59,7 +59,16 @@ impl Site {
 
     /// The same server again, with what it had.
     pub async fn start_s3(&mut self) {
-        let s3 = EmbeddedS3::start(Some(self.root.path()), Some(self.address)).await;
+        let start = || EmbeddedS3::start(Some(self.root.path()), Some(self.address));
+        let mut s3 = start().await;
+        for _ in 0..100 {
+            if s3.is_ok() {
+                break;
+            }
+            // Another test's connection has the port for a while.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            s3 = start().await;
+        }
         self.s3 = Some(s3.unwrap());
     }
 
